@@ -1,0 +1,45 @@
+# make demo      fetch SmolLM2-135M-Instruct, convert it, decode a prompt
+# make test      the quick tests        make test-all   all tests
+# The virtual environment is .venv; another Python: make PYTHON=python3.12 test
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PACKAGES := requirements.txt pyproject.toml
+
+MODEL := checkpoints/SmolLM2-135M-Instruct
+# A trained head, if this repository ships one.
+HEAD := $(firstword $(wildcard assets/*.safetensors))
+PROMPT ?= Explain in three sentences why the sky is blue.
+
+.PHONY: demo test test-all lint
+
+demo: $(MODEL)/talon.safetensors
+	$(BIN)/python generate.py --checkpoint_path $< $(if $(HEAD),--draft_checkpoint_path $(HEAD)) \
+		--prompt "$(PROMPT)"
+
+test: $(VENV)/dev.stamp
+	$(BIN)/python -m pytest -q -m "not slow"
+
+test-all: $(VENV)/dev.stamp
+	$(BIN)/python -m pytest -q
+
+lint: $(VENV)/dev.stamp
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+$(MODEL)/talon.safetensors: convert_hf_checkpoint.py checkpoint.py | $(VENV)/demo.stamp
+	$(BIN)/python scripts/get_demo_model.py
+	$(BIN)/python convert_hf_checkpoint.py --checkpoint_dir $(MODEL)
+
+# requirements.txt pins torch: installed first, it keeps an extra from pulling in another one.
+$(VENV)/base.stamp: $(PACKAGES)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+		{ echo "error: $(PYTHON) is not Python 3.10 or newer; name one: make PYTHON=python3.12" >&2; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -r requirements.txt
+	touch $@
+
+$(VENV)/%.stamp: $(VENV)/base.stamp
+	$(BIN)/python -m pip install --quiet -e '.[$*]'
+	touch $@

@@ -1,0 +1,430 @@
+"""The decoder: prefill, and the round that drafts, verifies, accepts, commits and catches up.
+
+Token ids in, token ids out; text and the command line live in generate.py. Every tensor of a round has a static
+shape and a static address, so the round is one plain call on a CPU and one CUDA graph on a GPU, with one
+device-to-host copy at its end. Plain decoding is the round whose tree has only a root.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from eagle_draft import DraftHead, EagleDrafter, NO_TREE, RootOnly, Tree, default_feature_layers
+from model import KVCache, Transformer, causal_mask, rope_table, tree_mask
+from sampling import SamplingConfig, SamplingState, choose
+
+SMALLEST_BUCKET = 256  # cache slots that attention reads at least
+
+
+def enter_tree(
+    model: Transformer, tokens: Tensor, ancestors: Tensor, length: Tensor, slots: Tensor, table: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Embeddings [N, C], RoPE rows [2, N, D], cache slots [N] and mask [N, S] of a tree's nodes."""
+    positions = length + ancestors.sum(1) - 1  # a node's depth is its number of proper ancestors
+    own = length + torch.arange(tokens.shape[0], device=tokens.device)
+    return model.tok_embeddings(tokens), table[:, positions], own, tree_mask(length, ancestors, slots)
+
+
+def enter_chunk(
+    model: Transformer, tokens: Tensor, start: Tensor, slots: Tensor, table: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The same for a chunk of the prompt that begins at position `start` int64 [1]."""
+    positions = start + torch.arange(tokens.shape[0], device=tokens.device)
+    mask = causal_mask(start, tokens.shape[0], slots)
+    return model.tok_embeddings(tokens), table[:, positions], positions, mask
+
+
+def accept(choice: Tensor, tokens: Tensor, parents: Tensor, ancestors: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """The path of right nodes: its node indices int64 [rows], padded, and its length [1], the root counted.
+
+    A node is right if its token is what the target chose after its parent. Siblings have distinct tokens, so the
+    nodes that are right together with all their ancestors form one path (EAGLE-2, section 4.3).
+    """
+    index = torch.arange(tokens.shape[0], device=tokens.device)
+    right = (tokens == choice[parents]) | (index == 0)
+    accepted = ~(ancestors & ~right).any(1)
+    order = torch.where(accepted, index, index + tokens.shape[0])  # accepted first, each part in node order
+    return order.sort().indices[:rows], accepted.sum(0, keepdim=True)
+
+
+def leave_tree(
+    model: Transformer,
+    x: Tensor,
+    tokens: Tensor,
+    parents: Tensor,
+    ancestors: Tensor,
+    length: Tensor,
+    sampling: SamplingState,
+    kind: str,
+    rows: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """From the residual stream [N, C] to what is accepted: the choices along the accepted path int64 [rows], the
+    path int64 [rows], its length [1], and the states after the final norm [N, C]."""
+    hidden = model.norm(x)
+    positions = length + ancestors.sum(1)  # of the token that is chosen after each node
+    choice = choose(model.output(hidden), positions, sampling, kind)
+    path, count = accept(choice, tokens, parents, ancestors, rows)
+    return choice[path], path, count, hidden
+
+
+def leave_chunk(
+    model: Transformer, x: Tensor, last: Tensor, start: Tensor, sampling: SamplingState, kind: str
+) -> tuple[Tensor, Tensor]:
+    """The token chosen after row `last` int64 [1] of a chunk, and the states after the final norm [T, C]."""
+    hidden = model.norm(x)
+    choice = choose(model.output(hidden[last]), start + last + 1, sampling, kind)
+    return choice, hidden
+
+
+def compile_region(function: Callable) -> Callable:
+    """One compilation per shape; the length bucket is dynamic, and never a fallback to eager inside a region."""
+    return torch.compile(function, fullgraph=True, dynamic=False)
+
+
+class PhaseClock:
+    """Seconds per phase of a round. On a GPU the marks are events inside the graph, read after its replay."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.seconds = {"draft": 0.0, "verify": 0.0}
+        self.last = 0.0
+        self.events: list[tuple[str, torch.cuda.Event]] = []
+        self.on_gpu = device.type == "cuda"
+
+    def start(self) -> None:
+        if self.on_gpu:
+            self.events = []
+        self.mark("start")
+
+    def mark(self, phase: str) -> None:
+        """Everything since the last mark belongs to `phase`."""
+        if self.on_gpu:
+            event = torch.cuda.Event(enable_timing=True, external=True)
+            event.record()
+            self.events.append((phase, event))
+            return
+        now = time.perf_counter()
+        if phase != "start":
+            self.seconds[phase] += now - self.last
+        self.last = now
+
+    def read(self, events: list[tuple[str, torch.cuda.Event]]) -> None:
+        """Add what the last replay of a graph measured; the graph must have finished."""
+        for (_, before), (phase, after) in zip(events, events[1:], strict=False):
+            self.seconds[phase] += before.elapsed_time(after) / 1e3
+
+
+@dataclass
+class RoundStats:
+    """What a generation did, for the report. Times are seconds; phases cover the rounds, not the prefill."""
+
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    draft_s: float = 0.0
+    verify_s: float = 0.0
+    rounds: int = 0
+    emitted: int = 0  # tokens that came out of rounds
+    accepted_by_depth: list[int] = field(default_factory=list)  # rounds whose node at depth 1, 2, ... was emitted
+
+    def count(self, tokens: int) -> None:
+        """One round gave `tokens` tokens, the bonus included."""
+        self.rounds += 1
+        self.emitted += tokens
+        drafted = tokens - 1
+        self.accepted_by_depth += [0] * (drafted - len(self.accepted_by_depth))
+        for depth in range(drafted):
+            self.accepted_by_depth[depth] += 1
+
+    @property
+    def acceptance_length(self) -> float:
+        return self.emitted / self.rounds if self.rounds else 0.0
+
+
+@dataclass
+class Graph:
+    """A captured round, and the timing events inside it."""
+
+    cuda: torch.cuda.CUDAGraph
+    events: list[tuple[str, torch.cuda.Event]]
+
+
+class Decoder:
+    """One target, perhaps one head, one tree: static buffers and the compiled regions that work on them."""
+
+    def __init__(
+        self,
+        model: Transformer,
+        max_seq_length: int,
+        head: DraftHead | None = None,
+        tree: Tree = NO_TREE,
+        compile: bool = True,
+    ) -> None:
+        self.model, self.max_seq_length = model, max_seq_length
+        weight = model.norm.weight
+        self.device, c = weight.device, model.config
+        self.chunk = 256 if self.device.type == "cuda" else 64  # rows of a prefill forward
+        drafting = head is not None and tree.nodes > 1
+        # The slack lets a tree or a padded chunk run past the last legal position: nothing past it is ever kept.
+        self.reach = max(tree.nodes, tree.draft_slots) if drafting else 1  # slots a round uses past C
+        rows = max_seq_length + max(self.chunk, self.reach)
+        compiled = compile_region if compile else lambda function: function
+        self.drafter = EagleDrafter(head, tree, rows, compiled) if drafting else RootOnly(self.device)
+        self.tree = self.drafter.tree
+        self.cache = KVCache(c.n_layer, c.n_kv_head, rows, c.head_dim, weight.dtype).to(self.device)
+        self.table = rope_table(rows, c.head_dim, c.rope_theta, c.rope_scaling).to(self.device)
+        self.sampling = SamplingState(self.device)
+        self.length = torch.zeros(1, dtype=torch.int64, device=self.device)
+        self.root = torch.zeros(1, dtype=torch.int64, device=self.device)
+        self.report = torch.zeros(self.tree.levels + 2, dtype=torch.int64, device=self.device)
+        self.offsets = torch.arange(self.chunk + self.tree.levels + 1, device=self.device)
+        self.slot_views: dict[int, Tensor] = {}
+        self.graphs: dict[tuple[int, str], Graph] = {}
+        self.cached: list[int] = []  # the ids whose keys and values are valid, for the next prompt
+        self.clock = PhaseClock(self.device)
+        self.block = compiled(type(model.layers[0]).forward)
+        self.enter_tree, self.leave_tree = compiled(enter_tree), compiled(leave_tree)
+        self.enter_chunk, self.leave_chunk = compiled(enter_chunk), compiled(leave_chunk)
+
+    def slots(self, needed: int) -> Tensor:
+        """The slot numbers 0.. of the smallest power-of-two bucket that holds `needed` cache slots."""
+        width = min(max(SMALLEST_BUCKET, 1 << (needed - 1).bit_length()), self.cache.rows)
+        if width not in self.slot_views:
+            view = torch.arange(width, device=self.device)
+            torch._dynamo.mark_dynamic(view, 0)
+            self.slot_views[width] = view
+        return self.slot_views[width]
+
+    def forward(self, entered: tuple[Tensor, ...]) -> tuple[Tensor, list[Tensor]]:
+        x, rope, own, mask = entered
+        torch._dynamo.mark_dynamic(mask, 1)
+        return self.model(x, rope, own, mask, self.cache, self.drafter.feature_layers, self.block)
+
+    @torch.inference_mode()
+    def prefill(self, ids: list[int], start: int, kind: str) -> int:
+        """Run ids[start:] through target and head and choose the token that follows. Returns that token.
+
+        ids[:start] must already be cached, in the head's cache too. Chunks have one size, the last is padded.
+        """
+        self.length.fill_(start)
+        padding = [0] * (-(len(ids) - start) % self.chunk + 1)
+        tokens = torch.tensor(ids[start:] + padding, device=self.device)
+        for offset in range(0, len(ids) - start, self.chunk):
+            rows = min(self.chunk, len(ids) - start - offset)
+            final = start + offset + rows == len(ids)
+            slots = self.slots(start + offset + self.chunk)
+            self.prefill_chunk(tokens[offset : offset + self.chunk + 1], rows, final, slots, kind)
+        self.cached = list(ids)
+        return int(self.root)
+
+    def prefill_chunk(self, tokens: Tensor, rows: int, final: bool, slots: Tensor, kind: str) -> None:
+        """One chunk: tokens int64 [chunk + 1], the last one only to follow its neighbour; `rows` of them are real."""
+        last = self.offsets[rows - 1 : rows]
+        x, features = self.forward(self.enter_chunk(self.model, tokens[:-1], self.length, slots, self.table))
+        choice, hidden = self.leave_chunk(self.model, x, last, self.length, self.sampling, kind)
+        # Inside the prompt the token that follows a row is known; after the prompt's last row it is the choice.
+        following = tokens[1:].index_copy(0, last, choice) if final else tokens[1:]
+        path = self.offsets[: self.chunk]
+        self.drafter.learn(features or [hidden], path, following, self.length, last, slots)
+        self.root.copy_(choice)
+        self.length.add_(rows)
+
+    def round(self, slots: Tensor, kind: str) -> None:
+        """Draft, verify, accept, commit, catch up. The result waits in `report`: a count, then that many tokens.
+
+        Only tensors change between rounds, all of them in place: that is what lets a CUDA graph hold a round.
+        """
+        levels, start = self.tree.levels, self.length
+        self.clock.start()
+        tokens, parents, ancestors = self.drafter.propose(self.root, start, slots, self.sampling, kind)
+        self.clock.mark("draft")
+        x, features = self.forward(
+            self.enter_tree(self.model, tokens, ancestors, start, slots, self.table)
+        )
+        emitted, path, count, hidden = self.leave_tree(
+            self.model, x, tokens, parents, ancestors, start, self.sampling, kind, levels + 1
+        )
+        self.clock.mark("verify")
+        if levels:
+            self.cache.move(start + path[1:], start + self.offsets[1 : levels + 1])
+        self.drafter.learn(features or [hidden], path, emitted, start, count - 1, slots)
+        self.root.copy_(emitted.index_select(0, count - 1))
+        self.report.copy_(torch.cat((count, emitted)))
+        self.length.add_(count)
+        self.clock.mark("draft")
+
+    def capture(self, slots: Tensor, kind: str) -> Graph:
+        """Record a round as a CUDA graph. Its rehearsal, which compiles, writes only slots that are not committed."""
+        state = [self.length, self.root, *([self.drafter.hidden] if self.tree.levels else [])]
+        before = [tensor.clone() for tensor in state]
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self.round(slots, kind)
+        torch.cuda.current_stream().wait_stream(stream)
+        for tensor, value in zip(state, before, strict=True):
+            tensor.copy_(value)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self.round(slots, kind)
+        return Graph(graph, self.clock.events)
+
+    @torch.inference_mode()
+    def launch(self, needed: int, kind: str) -> "Launched":
+        """Start one round whose slots stay below `needed`. On a GPU it returns before the round is done."""
+        slots = self.slots(needed)
+        if self.device.type != "cuda":
+            self.round(slots, kind)
+            return Launched(self.report)
+        key = (slots.shape[0], kind)
+        if key not in self.graphs:
+            self.graphs[key] = self.capture(slots, kind)
+        graph = self.graphs[key]
+        graph.cuda.replay()
+        host = torch.empty(self.report.shape, dtype=self.report.dtype, pin_memory=True)
+        host.copy_(self.report, non_blocking=True)
+        done = torch.cuda.Event()
+        done.record()
+        return Launched(host, done)
+
+    @torch.inference_mode()
+    def warm_up(self, kind: str) -> float:
+        """Compile everything that decoding with `kind` runs. Returns the seconds it took; keeps nothing cached."""
+        started = time.perf_counter()
+        self.prefill([0], 0, kind)
+        for _ in range(2):
+            self.launch(1 + 2 * (self.tree.levels + 1) + self.reach, kind).tokens()
+        self.cached = []
+        return time.perf_counter() - started
+
+    def reusable(self, ids: list[int]) -> int:
+        """How many leading tokens need no prefill. The last common one runs again: the head's entry there pairs it
+        with the token that follows, which may differ, and some row must give the next logits."""
+        common = 0
+        for mine, wanted in zip(self.cached, ids, strict=False):
+            if mine != wanted:
+                break
+            common += 1
+        return max(common - 1, 0)
+
+
+@dataclass
+class Launched:
+    """A round under way: on a GPU its report is still being copied."""
+
+    report: Tensor
+    done: torch.cuda.Event | None = None
+
+    def tokens(self) -> list[int]:
+        """Wait for the round; its new tokens, the bonus last."""
+        if self.done is not None:
+            self.done.synchronize()
+        count, *tokens = self.report.tolist()
+        return tokens[:count]
+
+
+class Generation:
+    """One text under way. Iterating runs it and yields the new ids of every forward, cut at the end.
+
+    Ends are cut per token on the host: a stop id or `stop(token)` (that token is the last), the token budget, the
+    end of the context. What a round found past the end is neither yielded, counted nor kept for the next prompt.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        ids: list[int],
+        sampling: SamplingConfig,
+        max_new_tokens: int,
+        stop_ids: frozenset[int] = frozenset(),
+        stop: Callable[[int], bool] | None = None,
+    ) -> None:
+        limit = decoder.max_seq_length
+        if not ids:
+            raise ValueError("the prompt is empty: give at least one token")
+        if len(ids) >= limit:
+            raise ValueError(
+                f"the prompt has {len(ids)} tokens and the context {limit}: shorten it to {limit - 1} or less, "
+                "or raise --max_seq_length up to the model's own limit"
+            )
+        vocab_size = decoder.model.config.vocab_size
+        if not 0 <= min(ids) <= max(ids) < vocab_size:
+            raise ValueError(f"the prompt holds ids outside 0 to {vocab_size - 1}, the model's vocabulary")
+        self.decoder, self.ids, self.sampling = decoder, ids, sampling
+        self.stop_ids, self.stop = stop_ids, stop
+        self.room = limit - len(ids)
+        self.budget = min(max_new_tokens, self.room)
+        self.length_reason = "context" if self.room < max_new_tokens else "length"
+        self.tokens: list[int] = []
+        self.drafted: list[bool] = []
+        self.stop_reason: str | None = None
+        self.stats = RoundStats()
+
+    def __iter__(self) -> Iterator[list[int]]:
+        decoder = self.decoder
+        if self.budget == 0:
+            self.stop_reason = self.length_reason
+            return
+        decoder.sampling.set(self.sampling)
+        started = time.perf_counter()
+        start = decoder.reusable(self.ids)
+        first = decoder.prefill(self.ids, start, self.sampling.kind)
+        self.stats.prefill_s = time.perf_counter() - started
+        yield self.take([first])
+        yield from self.rounds()
+
+    def rounds(self) -> Iterator[list[int]]:
+        decoder, stats = self.decoder, self.stats
+        decoder.clock.seconds = {"draft": 0.0, "verify": 0.0}
+        longest = decoder.tree.levels + 1
+        started, waiting = time.perf_counter(), []
+        ahead = 1 if decoder.device.type == "cuda" else 0  # rounds the host may run ahead of what it has read
+        while self.stop_reason is None:
+            while len(waiting) <= ahead and len(self.tokens) + len(waiting) < self.budget:
+                committed = len(self.ids) + len(self.tokens) - 1 + longest * len(waiting)
+                waiting.append(decoder.launch(committed + decoder.reach, self.sampling.kind))
+            found = waiting.pop(0).tokens()
+            decoder.cached.append(self.tokens[-1])  # the root has been run
+            kept = self.take(found)
+            decoder.cached += kept if len(kept) < len(found) else kept[:-1]
+            stats.count(len(kept))
+            stats.decode_s += time.perf_counter() - started
+            yield kept
+            started = time.perf_counter()  # what the reader does with the tokens is not decoding
+        stats.draft_s, stats.verify_s = decoder.clock.seconds["draft"], decoder.clock.seconds["verify"]
+
+    def take(self, found: list[int]) -> list[int]:
+        """Append tokens up to the end of the text; returns those that belong to it."""
+        for index, token in enumerate(found):
+            self.tokens.append(token)
+            self.drafted.append(index < len(found) - 1)
+            if token in self.stop_ids:
+                self.stop_reason = "eos"
+            elif self.stop is not None and self.stop(token):
+                self.stop_reason = "stop"
+            elif len(self.tokens) == self.budget:
+                self.stop_reason = self.length_reason
+            if self.stop_reason:
+                return found[: index + 1]
+        return found
+
+
+@torch.inference_mode()
+def full_logits(model: Transformer, ids: list[int]) -> Tensor:
+    """fp32 logits [T, V] of every position: the slow, obvious forward, eager and without a kept cache."""
+    c, device = model.config, model.norm.weight.device
+    rows = torch.arange(len(ids), device=device)
+    cache = KVCache(c.n_layer, c.n_kv_head, len(ids), c.head_dim, model.norm.weight.dtype).to(device)
+    table = rope_table(len(ids), c.head_dim, c.rope_theta, c.rope_scaling).to(device)
+    mask = causal_mask(rows[:1], len(ids), rows)
+    x, _ = model(model.tok_embeddings(torch.tensor(ids, device=device)), table, rows, mask, cache)
+    return model.output(model.norm(x)).float()
+
+
+def slow_greedy(model: Transformer, ids: list[int], max_new_tokens: int) -> list[int]:
+    """Greedy decoding by the slow path, for tests to hold the fast one against."""
+    text = list(ids)
+    for _ in range(max_new_tokens):
+        text.append(int(full_logits(model, text)[-1].argmax()))
+    return text[len(ids) :]

@@ -9,6 +9,7 @@ directory.
 
 import math
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -194,7 +195,9 @@ def load_pickle(file: Path) -> dict[str, Tensor]:
         with file.open("rb") as opened:
             is_zip = opened.read(4) == b"PK\x03\x04"
         # the old pickle layout (before torch 1.6) cannot be mapped and is read whole
-        content = torch.load(file, map_location="cpu", weights_only=True, mmap=is_zip)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            content = torch.load(file, map_location="cpu", weights_only=True, mmap=is_zip)
     except Exception as error:  # an unpickler fed with foreign bytes may raise anything
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ValueError(

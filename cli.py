@@ -17,17 +17,36 @@ class Parser(argparse.ArgumentParser):
         super().__init__(formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False, **options)
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"error: {message} (see {self.prog} --help)\n")
+        self.exit(2, f"error: {' '.join(message.split())} (see {self.prog} --help)\n")
+
+
+def prepare_streams() -> None:
+    """Give the program streams that never fail on a character, whatever locale and shell left it with."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # closed by the shell, as in `>&-`
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))
+    for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stdout, "replace")):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors=errors)
+
+
+def abandon_stdout() -> None:
+    """Drop what standard output could not take, or the interpreter would try and complain once more at its end."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def run(main: Callable[[], int]) -> NoReturn:
     """Run a command's main and leave with its exit code; a user's mistake never becomes a traceback."""
+    prepare_streams()
     try:
         code = main()
         sys.stdout.flush()
     except (ValueError, OSError) as error:
+        abandon_stdout()
         if isinstance(error, BrokenPipeError):  # the reader left, as in `| head`
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             sys.exit(0)
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         code = 2

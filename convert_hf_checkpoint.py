@@ -36,7 +36,15 @@ from hf_config import (
     read_max_length,
     read_rope,
 )
-from hf_folder import DTYPES, Conversion, HFFolder, Output, linear_outputs, new_directory
+from hf_folder import (
+    DTYPES,
+    INDEX_FILES,
+    Conversion,
+    HFFolder,
+    Output,
+    linear_outputs,
+    new_directory,
+)
 from model import ModelConfig
 
 ARCHITECTURES = ("LlamaForCausalLM", "LLaMAForCausalLM", "MistralForCausalLM")
@@ -78,7 +86,9 @@ def convert(checkpoint_dir: Path | str, out: Path | str | None = None, dtype: st
     """
     folder = HFFolder(checkpoint_dir)
     out = Path(out) if out else folder.path / "talon.safetensors"
-    if out.exists() and any(os.path.samefile(out, file) for file in folder.files):
+    others = [folder.path / name for name in ("config.json", *INDEX_FILES, *TOKENIZER_FILES)]
+    sources = [file for file in (*folder.files, *others) if file.exists()]
+    if out.exists() and any(os.path.samefile(out, file) for file in sources):
         raise ValueError(f"--out {out} is a file of the source; choose another name")
     conversion = plan_head(folder) if is_head(folder) else plan_target(folder)
     conversion.check()

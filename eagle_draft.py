@@ -186,10 +186,20 @@ class Tree:
     beam: int
     expand: tuple[tuple[int, ...], ...] | None = None  # static: [levels - 1][beam] flat indices
     keep: tuple[int, ...] | None = None  # static: [nodes - 1] flat indices, ascending
+    lookup: bool = False  # a chain that comes from the text itself: no head grows it
 
     @property
     def candidates(self) -> int:
         return self.top_k + (self.levels - 1) * self.beam * self.top_k if self.levels else 0
+
+    @property
+    def needs_head(self) -> bool:
+        return self.nodes > 1 and not self.lookup
+
+    @property
+    def depth(self) -> int:
+        """Drafted tokens that one round can accept at most."""
+        return min(self.levels, self.nodes - 1)
 
     @property
     def draft_slots(self) -> int:
@@ -221,9 +231,9 @@ def static_tree(paths: list[list[int]], name: str) -> Tree:
     """A fixed tree from the rank paths of its nodes; every prefix of a path must be a path too."""
     ordered = sorted({tuple(path) for path in paths}, key=lambda path: (len(path), path))
     known = set(ordered)
-    if not ordered or any(not path or min(path) < 0 for path in ordered):
+    if not ordered or any(not path or min(path) < 0 or max(*path, len(path)) > 64 for path in ordered):
         raise ValueError(
-            f"tree {name}: needs non-empty paths of child ranks >= 0, such as [[0], [0, 0]]"
+            f"tree {name}: needs non-empty paths of child ranks 0 to 64, 64 levels at most, such as [[0], [0, 0]]"
         )
     for path in ordered:
         if len(path) > 1 and path[:-1] not in known:
@@ -273,12 +283,14 @@ PRESETS = {
 
 
 def parse_tree(text: str) -> Tree:
-    """The tree that `--tree TEXT` names: none, chain:K, static, dynamic:nodes=,levels=,top_k= or FILE.json."""
+    """The tree that `--tree TEXT` names: none, chain:K, static, dynamic:nodes=,levels=,top_k=, lookup:K, FILE.json."""
     kind, _, rest = text.partition(":")
     if text == "none":
         return NO_TREE
     if kind == "chain" and rest.isdigit() and 1 <= int(rest) <= 64:
         return chain(int(rest))
+    if kind == "lookup" and rest.isdigit() and 1 <= int(rest) <= 64:
+        return Tree(text, nodes=int(rest) + 1, levels=int(rest), top_k=1, beam=0, lookup=True)
     if text == "static":
         return static_tree(EAGLE1_PATHS, "static")
     if kind == "dynamic":
@@ -288,7 +300,7 @@ def parse_tree(text: str) -> Tree:
     if text.endswith(".json"):
         return static_tree(read_paths(Path(text)), text)
     raise ValueError(
-        f"tree {text!r} is not known: give auto, none, chain:K (1 to 64), static, "
+        f"tree {text!r} is not known: give auto, none, chain:K or lookup:K (1 to 64), static, "
         "dynamic:nodes=60,levels=8,top_k=10, or a FILE.json with a list of paths"
     )
 
@@ -301,7 +313,7 @@ def read_paths(path: Path) -> list[list[int]]:
             f"tree file {path} cannot be read as JSON ({error}): give a list of paths"
         ) from None
     if not isinstance(paths, list) or not all(
-        isinstance(p, list) and all(isinstance(rank, int) for rank in p) for p in paths
+        isinstance(p, list) and all(type(rank) is int for rank in p) for p in paths
     ):
         raise ValueError(
             f"tree file {path} must be a list of rank paths, such as [[0], [1], [0, 0]]"
@@ -412,6 +424,7 @@ class RootOnly:
 
     tree = NO_TREE
     feature_layers: tuple[int, ...] = ()
+    state: tuple[Tensor, ...] = ()
 
     def __init__(self, device: torch.device) -> None:
         self.parents = torch.zeros(1, dtype=torch.int64, device=device)
@@ -439,6 +452,7 @@ class EagleDrafter:
         self.cache = KVCache(1, c.n_kv_head, rows, c.head_dim, dtype).to(device)
         self.table = rope_table(rows, c.head_dim, c.rope_theta, c.rope_scaling).to(device)
         self.hidden = torch.zeros(1, c.dim, dtype=dtype, device=device)
+        self.state = (self.hidden,)  # what a round writes and a rehearsed one must give back
         self.steps = torch.arange(tree.levels, device=device)
         self.unseen = torch.zeros(tree.beam, (tree.levels - 1) * tree.beam, dtype=torch.bool, device=device)
         self.all_rows = torch.arange(rows, device=device)

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from eagle_draft import DraftHead, EagleDrafter, NO_TREE, RootOnly, Tree, default_feature_layers
+from fallback import Backlog, Pace
+from lookup_draft import LookupDrafter
 from model import KVCache, Transformer, causal_mask, rope_table, tree_mask
 from sampling import SamplingConfig, SamplingState, choose
 
@@ -125,12 +127,14 @@ class RoundStats:
     draft_s: float = 0.0
     verify_s: float = 0.0
     rounds: int = 0
+    plain_rounds: int = 0  # of these, the ones that did not draft because drafting had lost
     emitted: int = 0  # tokens that came out of rounds
     accepted_by_depth: list[int] = field(default_factory=list)  # rounds whose node at depth 1, 2, ... was emitted
 
-    def count(self, tokens: int) -> None:
+    def count(self, tokens: int, plain: bool = False) -> None:
         """One round gave `tokens` tokens, the bonus included."""
         self.rounds += 1
+        self.plain_rounds += plain
         self.emitted += tokens
         drafted = tokens - 1
         self.accepted_by_depth += [0] * (drafted - len(self.accepted_by_depth))
@@ -165,22 +169,30 @@ class Decoder:
         weight = model.norm.weight
         self.device, c = weight.device, model.config
         self.chunk = 256 if self.device.type == "cuda" else 64  # rows of a prefill forward
-        drafting = head is not None and tree.nodes > 1
+        drafting = tree.lookup or (head is not None and tree.nodes > 1)
         # The slack lets a tree or a padded chunk run past the last legal position: nothing past it is ever kept.
         self.reach = max(tree.nodes, tree.draft_slots) if drafting else 1  # slots a round uses past C
         rows = max_seq_length + max(self.chunk, self.reach)
         compiled = compile_region if compile else lambda function: function
-        self.drafter = EagleDrafter(head, tree, rows, compiled) if drafting else RootOnly(self.device)
+        self.plain = RootOnly(self.device)
+        self.drafter = self.plain
+        if tree.lookup:
+            self.drafter = LookupDrafter(tree, rows, self.device, compiled)
+        elif drafting:
+            self.drafter = EagleDrafter(head, tree, rows, compiled)
         self.tree = self.drafter.tree
         self.cache = KVCache(c.n_layer, c.n_kv_head, rows, c.head_dim, weight.dtype).to(self.device)
         self.table = rope_table(rows, c.head_dim, c.rope_theta, c.rope_scaling).to(self.device)
         self.sampling = SamplingState(self.device)
         self.length = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.root = torch.zeros(1, dtype=torch.int64, device=self.device)
-        self.report = torch.zeros(self.tree.levels + 2, dtype=torch.int64, device=self.device)
-        self.offsets = torch.arange(self.chunk + self.tree.levels + 1, device=self.device)
+        self.report = torch.zeros(self.tree.depth + 2, dtype=torch.int64, device=self.device)
+        self.offsets = torch.arange(self.chunk + self.tree.depth + 1, device=self.device)
         self.slot_views: dict[int, Tensor] = {}
-        self.graphs: dict[tuple[int, str], Graph] = {}
+        self.graphs: dict[tuple[str, int, str], Graph] = {}
+        self.pace: Pace | None = None  # set by fall_back_below
+        self.backlog: Backlog | None = None
+        self.behind = 0  # plain rounds that the drafter has not learned
         self.cached: list[int] = []  # the ids whose keys and values are valid, for the next prompt
         self.clock = PhaseClock(self.device)
         self.block = compiled(type(model.layers[0]).forward)
@@ -208,6 +220,7 @@ class Decoder:
         ids[:start] must already be cached, in the head's cache too. Chunks have one size, the last is padded.
         """
         self.length.fill_(start)
+        self.catch_up(len(self.cached) + 1)
         padding = [0] * (-(len(ids) - start) % self.chunk + 1)
         tokens = torch.tensor(ids[start:] + padding, device=self.device)
         for offset in range(0, len(ids) - start, self.chunk):
@@ -235,7 +248,7 @@ class Decoder:
 
         Only tensors change between rounds, all of them in place: that is what lets a CUDA graph hold a round.
         """
-        levels, start = self.tree.levels, self.length
+        depth, start = self.tree.depth, self.length
         self.clock.start()
         tokens, parents, ancestors = self.drafter.propose(self.root, start, slots, self.sampling, kind)
         self.clock.mark("draft")
@@ -243,43 +256,91 @@ class Decoder:
             self.enter_tree(self.model, tokens, ancestors, start, slots, self.table)
         )
         emitted, path, count, hidden = self.leave_tree(
-            self.model, x, tokens, parents, ancestors, start, self.sampling, kind, levels + 1
+            self.model, x, tokens, parents, ancestors, start, self.sampling, kind, depth + 1
         )
         self.clock.mark("verify")
-        if levels:
-            self.cache.move(start + path[1:], start + self.offsets[1 : levels + 1])
+        if depth:
+            self.cache.move(start + path[1:], start + self.offsets[1 : depth + 1])
         self.drafter.learn(features or [hidden], path, emitted, start, count - 1, slots)
         self.root.copy_(emitted.index_select(0, count - 1))
         self.report.copy_(torch.cat((count, emitted)))
         self.length.add_(count)
         self.clock.mark("draft")
 
-    def capture(self, slots: Tensor, kind: str) -> Graph:
+    def fall_back_below(self, break_even: float) -> None:
+        """Decode plainly while drafted rounds give fewer tokens than `break_even`, their cost in plain rounds."""
+        if self.tree.levels:
+            dtype, dim = self.model.norm.weight.dtype, self.model.config.dim
+            levels = len(self.drafter.feature_layers) or 1
+            self.pace = Pace(break_even)
+            self.backlog = Backlog(levels, dim, self.chunk, dtype, self.device)
+
+    def plain_round(self, slots: Tensor, kind: str) -> None:
+        """A round without a draft, on the same buffers; what the drafter should learn waits in the backlog."""
+        self.clock.start()
+        plain, start = self.plain, self.length
+        x, features = self.forward(
+            self.enter_tree(self.model, self.root, plain.ancestors, start, slots, self.table)
+        )
+        emitted, _, count, hidden = self.leave_tree(
+            self.model, x, self.root, plain.parents, plain.ancestors, start, self.sampling, kind, 1
+        )
+        self.clock.mark("verify")
+        self.backlog.add(features or [hidden], emitted)
+        self.root.copy_(emitted)
+        self.report[:2].copy_(torch.cat((count, emitted)))
+        self.length.add_(count)
+        self.clock.mark("draft")
+
+    def catch_up(self, needed: int) -> None:
+        """Let the drafter learn the backlog: one pass in the shape of a prompt's chunk."""
+        if self.behind:
+            start = self.length - self.behind
+            last, rows = self.offsets[self.behind - 1 : self.behind], self.offsets[: self.chunk]
+            backlog = self.backlog
+            self.drafter.learn(backlog.features, rows, backlog.tokens, start, last, self.slots(needed))
+            backlog.count.zero_()
+            self.behind = 0
+
+    def capture(self, step: Callable[[Tensor, str], None], slots: Tensor, kind: str) -> Graph:
         """Record a round as a CUDA graph. Its rehearsal, which compiles, writes only slots that are not committed."""
-        state = [self.length, self.root, *([self.drafter.hidden] if self.tree.levels else [])]
+        counts = [self.backlog.count] if self.backlog else []
+        state = [self.length, self.root, *self.drafter.state, *counts]
         before = [tensor.clone() for tensor in state]
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            self.round(slots, kind)
+            step(slots, kind)
         torch.cuda.current_stream().wait_stream(stream)
         for tensor, value in zip(state, before, strict=True):
             tensor.copy_(value)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            self.round(slots, kind)
+            step(slots, kind)
         return Graph(graph, self.clock.events)
 
     @torch.inference_mode()
     def launch(self, needed: int, kind: str) -> "Launched":
         """Start one round whose slots stay below `needed`. On a GPU it returns before the round is done."""
+        self.catch_up(needed)
+        return self.start(self.round, needed, kind)
+
+    @torch.inference_mode()
+    def launch_plain(self, needed: int, kind: str) -> "Launched":
+        """The same for a round that does not draft."""
+        if self.behind == self.chunk:
+            self.catch_up(needed)
+        self.behind += 1
+        return self.start(self.plain_round, needed, kind)
+
+    def start(self, step: Callable[[Tensor, str], None], needed: int, kind: str) -> "Launched":
         slots = self.slots(needed)
         if self.device.type != "cuda":
-            self.round(slots, kind)
+            step(slots, kind)
             return Launched(self.report)
-        key = (slots.shape[0], kind)
+        key = (step.__name__, slots.shape[0], kind)
         if key not in self.graphs:
-            self.graphs[key] = self.capture(slots, kind)
+            self.graphs[key] = self.capture(step, slots, kind)
         graph = self.graphs[key]
         graph.cuda.replay()
         host = torch.empty(self.report.shape, dtype=self.report.dtype, pin_memory=True)
@@ -294,7 +355,9 @@ class Decoder:
         started = time.perf_counter()
         self.prefill([0], 0, kind)
         for _ in range(2):
-            self.launch(1 + 2 * (self.tree.levels + 1) + self.reach, kind).tokens()
+            self.launch(1 + 2 * (self.tree.depth + 1) + self.reach, kind).tokens()
+        if self.pace:
+            self.launch_plain(4 * (self.tree.depth + 1) + self.reach, kind).tokens()
         self.cached = []
         return time.perf_counter() - started
 
@@ -377,18 +440,23 @@ class Generation:
     def rounds(self) -> Iterator[list[int]]:
         decoder, stats = self.decoder, self.stats
         decoder.clock.seconds = {"draft": 0.0, "verify": 0.0}
-        longest = decoder.tree.levels + 1
+        longest = decoder.tree.depth + 1
         started, waiting = time.perf_counter(), []
         ahead = 1 if decoder.device.type == "cuda" else 0  # rounds the host may run ahead of what it has read
         while self.stop_reason is None:
             while len(waiting) <= ahead and len(self.tokens) + len(waiting) < self.budget:
                 committed = len(self.ids) + len(self.tokens) - 1 + longest * len(waiting)
-                waiting.append(decoder.launch(committed + decoder.reach, self.sampling.kind))
-            found = waiting.pop(0).tokens()
+                plain = decoder.pace is not None and decoder.pace.plain
+                launch = decoder.launch_plain if plain else decoder.launch
+                waiting.append((launch(committed + decoder.reach, self.sampling.kind), plain))
+            launched, plain = waiting.pop(0)
+            found = launched.tokens()
+            if decoder.pace is not None:
+                decoder.pace.count(len(found), plain)
             decoder.cached.append(self.tokens[-1])  # the root has been run
             kept = self.take(found)
             decoder.cached += kept if len(kept) < len(found) else kept[:-1]
-            stats.count(len(kept))
+            stats.count(len(kept), plain)
             stats.decode_s += time.perf_counter() - started
             yield kept
             started = time.perf_counter()  # what the reader does with the tokens is not decoding

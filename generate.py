@@ -12,6 +12,8 @@ Leaves out: how a round works (engine.py), what a checkpoint may hold (convert_h
 """
 
 import json
+import math
+import os
 import platform
 import resource
 import subprocess
@@ -20,11 +22,12 @@ import time
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo.exc import TorchDynamoException
 
 from checkpoint import Checkpoint, atomic_file, read_checkpoint
 from cli import Parser, run
@@ -41,7 +44,7 @@ from engine import Decoder, Generation, full_logits
 from model import ModelConfig, Transformer
 from quantize import pack, swap_linears, unpacked
 from sampling import SamplingConfig, perturb
-from tokenizer import StreamDecoder, Tokenizer, load_tokenizer
+from tokenizer import TOKENIZER_FILES, StreamDecoder, Tokenizer, load_tokenizer
 
 DEMO = Path("checkpoints/SmolLM2-135M-Instruct/talon.safetensors")
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -71,6 +74,8 @@ def pick_device(name: str) -> torch.device:
 
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:
     """auto: fp32 on a CPU, where it is exact and not slower; on a GPU bf16, or fp16 where bf16 is emulated."""
+    if name not in ("auto", *DTYPES):
+        raise ValueError(f"dtype {name!r} is not known: give auto, {', '.join(DTYPES)}")
     if name != "auto":
         return DTYPES[name]
     if device.type == "cpu":
@@ -96,7 +101,8 @@ def fill(module: nn.Module, checkpoint: Checkpoint, device: torch.device, dtype:
     try:
         module.load_state_dict(state, strict=True, assign=True)
     except RuntimeError as error:
-        raise ValueError(f"{checkpoint.path}: {error}: convert the model again") from None
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{checkpoint.path}: {reason}: convert the model again") from None
     module.requires_grad_(False).eval()
 
 
@@ -203,9 +209,12 @@ def head_card(checkpoint: Checkpoint, head: DraftHead) -> str:
 def fit_tree(text: str, head: DraftConfig | None) -> Tree:
     """The tree to use; `auto` takes the preset of the head's family, cut to what its vocabulary can fill."""
     if head is None:
-        if text not in ("auto", "none"):
-            raise ValueError(f"tree {text!r} needs a head: give --draft_checkpoint_path, or --tree none")
-        return NO_TREE
+        tree = NO_TREE if text == "auto" else parse_tree(text)
+        if tree.needs_head:
+            raise ValueError(
+                f"tree {text!r} needs a head: give --draft_checkpoint_path, or --tree none or lookup:5"
+            )
+        return tree
     tree = parse_tree(PRESETS[head.family] if text == "auto" else text)
     size = head.draft_vocab_size
     if tree.top_k > size:
@@ -302,26 +311,69 @@ def available_memory(device: torch.device) -> int | None:
 # ---------------------------------------------------------------- the engine
 
 
+def encode(tokenizer: Tokenizer | None, prompt: str | list[dict] | list[int]) -> list[int]:
+    """Token ids of a plain text, of chat messages ({"role", "content"}), or of ids that are already there."""
+    if isinstance(prompt, list | tuple) and all(isinstance(token, int) for token in prompt):
+        return list(prompt)
+    if tokenizer is None:
+        raise ValueError("the checkpoint has no tokenizer beside it: copy one there, or give the prompt as ids")
+    if isinstance(prompt, str):
+        check_text("the prompt", prompt)
+        return tokenizer.encode(prompt)
+    if not isinstance(prompt, list) or not all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in prompt):
+        raise ValueError(
+            "the prompt is neither a text, nor a list of token ids, nor a list of chat messages: give one of them, "
+            'such as [{"role": "user", "content": "Hello"}]'
+        )
+    for message in prompt:
+        check_text("a message", str(message["content"]))
+    return tokenizer.encode_chat(prompt)
+
+
+def check_text(what: str, text: str) -> None:
+    """Bytes that are no text come from the shell as lone surrogates, which no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{what} holds bytes that are not UTF-8: give UTF-8 text") from None
+
+
+def check_ends(max_new_tokens: int, stop: tuple[str, ...]) -> None:
+    if max_new_tokens < 0:
+        raise ValueError(f"max_new_tokens {max_new_tokens} is not allowed: give a count >= 0")
+    if any(not text for text in stop):
+        raise ValueError("an empty stop text would end everything at once: give at least one character")
+
+
+@contextmanager
+def compiler_errors() -> Iterator[None]:
+    """What torch.compile lacks on this machine is the user's to mend: one line instead of its traceback."""
+    try:
+        yield
+    except TorchDynamoException as error:
+        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise ValueError(
+            f"torch.compile does not work here ({reason.strip()}): it needs a C++ compiler such as g++ (CXX names "
+            "another one), and on a GPU Triton too: install it, or run with --no_compile"
+        ) from error
+
+
 class Engine:
     """A loaded model, perhaps with a head: text in, pieces of text out. Made by `load`."""
 
     def __init__(self, decoder: Decoder, tokenizer: Tokenizer | None, eos_ids: tuple[int, ...], card: dict) -> None:
         self.decoder, self.tokenizer, self.eos_ids = decoder, tokenizer, frozenset(eos_ids)
+        self.current: TextGeneration | None = None  # whose text the decoder's caches hold
         self.card = card  # what was loaded, for reports
 
     def encode(self, prompt: str | list[dict] | list[int]) -> list[int]:
         """Token ids of a plain text, of chat messages ({"role", "content"}), or of ids that are already there."""
-        if isinstance(prompt, list) and all(isinstance(token, int) for token in prompt):
-            return prompt
-        if self.tokenizer is None:
-            raise ValueError("the checkpoint has no tokenizer beside it: give --prompt_ids")
-        if isinstance(prompt, str):
-            return self.tokenizer.encode(prompt)
-        return self.tokenizer.encode_chat(prompt)
+        return encode(self.tokenizer, prompt)
 
     def warm_up(self, sampling: SamplingConfig) -> float:
         """Compile now what the first generation would compile. Returns seconds."""
-        return self.decoder.warm_up(sampling.kind)
+        with compiler_errors():
+            return self.decoder.warm_up(sampling.kind)
 
     def generate(
         self,
@@ -332,14 +384,15 @@ class Engine:
         top_k: int = 0,
         top_p: float = 1.0,
         seed: int = 0,
-        stop: tuple[str, ...] = (),
+        stop: str | tuple[str, ...] = (),
         ignore_eos: bool = False,
     ) -> "TextGeneration":
         """Start a generation. Iterate over it for the pieces of text; its fields hold ids and measurements."""
-        if max_new_tokens < 0:
-            raise ValueError(f"max_new_tokens {max_new_tokens} is not allowed: give a count >= 0")
-        if any(not text for text in stop):
-            raise ValueError("an empty stop text would end everything at once: give at least one character")
+        for name, value in (("max_new_tokens", max_new_tokens), ("top_k", top_k), ("seed", seed)):
+            if not isinstance(value, int):
+                raise ValueError(f"{name} {value!r} is not allowed: give a whole number")
+        stop = (stop,) if isinstance(stop, str) else tuple(stop)
+        check_ends(max_new_tokens, stop)
         if stop and self.tokenizer is None:
             raise ValueError("stop texts need a tokenizer, and the checkpoint has none beside it")
         sampling = SamplingConfig(temperature, top_k, top_p, seed)
@@ -367,6 +420,7 @@ class TextGeneration:
         self.generation = Generation(
             engine.decoder, ids, sampling, max_new_tokens, stop_ids, self.hear if self.stream else None
         )
+        self.run = self.decode()
 
     @property
     def tokens(self) -> list[int]:
@@ -392,10 +446,20 @@ class TextGeneration:
             self.pieces.append((text, drafted))
 
     def marked(self) -> Iterator[tuple[str, bool]]:
-        """The pieces with the mark whether their last token came from the draft."""
-        for _ in self.generation:
-            yield from self.pieces
-            self.pieces.clear()
+        """The pieces with the mark whether their last token came from the draft. Iterating again goes on."""
+        return self.run
+
+    def decode(self) -> Iterator[tuple[str, bool]]:
+        self.engine.current = self
+        with compiler_errors():
+            for _ in self.generation:
+                yield from self.pieces
+                self.pieces.clear()
+                if self.engine.current is not self and self.generation.stop_reason is None:
+                    raise ValueError(
+                        "another generation began on this engine before this one ended: take one at a time, or load "
+                        "a second engine"
+                    )
         if self.stream and self.generation.stop_reason != "stop":
             self.emit(self.held + self.stream.flush(), False)
             yield from self.pieces
@@ -425,19 +489,16 @@ def load(
     where = pick_device(device)
     precision = pick_dtype(dtype, where)
     file = read_kind(checkpoint_path, "target")
-    head_file = read_kind(draft_checkpoint_path, "draft") if draft_checkpoint_path else None
+    head_file = read_kind(draft_checkpoint_path, "draft") if draft_checkpoint_path is not None else None
     config = ModelConfig.from_dict(file.config)
-    if max_seq_length is not None and not 2 <= max_seq_length <= config.max_seq_length:
-        raise ValueError(
-            f"max_seq_length {max_seq_length} is not allowed: the model was made for 2 to {config.max_seq_length}"
-        )
-    context = max_seq_length or min(config.max_seq_length, 4096)
+    context = fit_context(max_seq_length, config)
+    tokenizer = find_tokenizer(file.path.parent, config)
     if head_file is not None:
         fit_head(head_file, config)
     shape = fit_tree(tree, DraftConfig.from_dict(head_file.config) if head_file else None)
     plan_memory(file, head_file, context, shape, precision, available_memory(where)).check()
     model = load_target(file, where, precision)
-    head = load_head(head_file, model, where, precision) if head_file and shape.nodes > 1 else None
+    head = load_head(head_file, model, where, precision) if head_file and shape.needs_head else None
     decoder = Decoder(model, context, head, shape, compile)
     card = {
         "device": device_name(where),
@@ -447,7 +508,7 @@ def load(
         "head": head_card(head_file, head) if head else None,
         "load_s": time.perf_counter() - started,
     }
-    return Engine(decoder, find_tokenizer(file.path.parent), config.eos_ids, card)
+    return Engine(decoder, tokenizer, config.eos_ids, card)
 
 
 def read_kind(path: str | Path, kind: str) -> Checkpoint:
@@ -460,14 +521,45 @@ def read_kind(path: str | Path, kind: str) -> Checkpoint:
             f"{path} is a {checkpoint.kind} (hidden size {dim}, vocabulary {vocab}) where a {kind} is needed: "
             f"give it as {flag}"
         )
+    check_config(checkpoint)
     return checkpoint
 
 
-def find_tokenizer(directory: Path) -> Tokenizer | None:
+def check_config(checkpoint: Checkpoint) -> None:
+    """Refuse metadata that the converter does not write, before anything is built from it."""
+    kind = {"target": ModelConfig, "draft": DraftConfig}[checkpoint.kind]
+    try:
+        config = kind.from_dict(checkpoint.config)
+    except (TypeError, AttributeError, ValueError) as error:
+        raise ValueError(f"{checkpoint.path} has a damaged configuration ({error}): convert it again") from None
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if field.type is int and not (type(value) is int and value > 0):
+            raise ValueError(
+                f"{checkpoint.path} has a damaged configuration ({field.name} is {value!r}): convert it again"
+            )
+
+
+def fit_context(asked: int | None, config: ModelConfig, default: int = 4096) -> int:
+    """The context to provide for, which the model's own limit bounds."""
+    if asked is not None and not 2 <= asked <= config.max_seq_length:
+        raise ValueError(
+            f"max_seq_length {asked} is not allowed: the model was made for 2 to {config.max_seq_length}"
+        )
+    return asked or min(config.max_seq_length, default)
+
+
+def find_tokenizer(directory: Path, config: ModelConfig) -> Tokenizer | None:
     """The tokenizer beside a checkpoint; None if there is none at all, for use with ids."""
-    if not any((directory / name).exists() for name in ("tokenizer.json", "tokenizer.model")):
+    if not any((directory / name).exists() for name in TOKENIZER_FILES):
         return None
-    return load_tokenizer(directory)
+    tokenizer = load_tokenizer(directory)
+    if tokenizer.vocab_size > config.vocab_size:
+        raise ValueError(
+            f"the tokenizer in {directory} has ids up to {tokenizer.vocab_size - 1}, but the model's embedding "
+            f"only {config.vocab_size} rows: put the tokenizer of this very model there"
+        )
+    return tokenizer
 
 
 # ---------------------------------------------------------------- reports
@@ -496,7 +588,7 @@ def bytes_per_round(decoder: Decoder, committed: float) -> float:
     weights = sum(module_bytes(module) for module in (model.layers, model.output))
     row = decoder.cache.data[:, :, :, 0].numel() * decoder.cache.data.itemsize
     total = weights + committed * row
-    if tree.levels:
+    if tree.needs_head:
         head, cache = decoder.drafter.head, decoder.drafter.cache
         row = cache.data[:, :, :, 0].numel() * cache.data.itemsize
         layer = sum(module_bytes(module) for module in (head.fc, head.layer))
@@ -526,6 +618,7 @@ def sample_record(text: TextGeneration) -> dict:
         "decode_s": stats.decode_s,
         "tokens_per_s": speed,
         "rounds": stats.rounds,
+        "plain_rounds": stats.plain_rounds,
         "acceptance_length": stats.acceptance_length,
         "accepted_by_depth": stats.accepted_by_depth,
         "draft_s": stats.draft_s,
@@ -566,24 +659,48 @@ def project_commit() -> str | None:
 
 def write_json(path: str, value: dict) -> None:
     with atomic_file(Path(path)) as file:
-        file.write((json.dumps(value, indent=1, ensure_ascii=False) + "\n").encode())
+        # A file name from the shell may hold bytes that are no text: JSON has an escape for them.
+        file.write((json.dumps(value, indent=1, ensure_ascii=False) + "\n").encode(errors="backslashreplace"))
+
+
+def check_output(flag: str, path: Path, inputs: list[Path]) -> None:
+    """Refuse an output that cannot be written before the work is done, not after."""
+    given = f"{flag} {path}"
+    try:
+        if path.is_dir():
+            raise ValueError(f"{given} is a directory: give the name of a file")
+        if not path.parent.is_dir():
+            raise ValueError(f"{given}: directory {path.parent} does not exist: create it first")
+        if path.exists() and not path.is_file():
+            raise ValueError(f"{given} is no ordinary file: give the name of a file to write")
+        if any(path.exists() and other.exists() and path.samefile(other) for other in inputs):
+            raise ValueError(f"{given} is an input of this run and would be overwritten: choose another name")
+        probe = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise ValueError(f"{given} cannot be written ({error.strerror}): choose a place that can") from None
 
 
 # ---------------------------------------------------------------- the check against plain decoding
 
 
 def check_sample(plain: Decoder, text: TextGeneration) -> dict:
-    """Decode the same prompt plainly and compare ids. `gap`: how much higher the plain token's value is than the
-    drafted one's where they first differ, in the logits (or noisy logits) that plain decoding chose by."""
-    run = text.generation
-    again = Generation(plain, run.ids, run.sampling, len(run.tokens), text.stop_ids)
+    """Decode the same prompt plainly, to the same end, and compare ids. `gap`: how much higher the plain token's value
+    is than the drafted one's where they first differ, in the logits (or noisy logits) that plain decoding chose by;
+    None where one text only ends earlier or a filter excludes the drafted token."""
+    run, engine = text.generation, text.engine
+    alone = Engine(plain, engine.tokenizer, tuple(engine.eos_ids), engine.card)
+    again = TextGeneration(alone, run.ids, run.sampling, run.budget, text.stop_ids, text.stop)
     for _ in again:
         pass
-    differing = [i for i, pair in enumerate(zip(run.tokens, again.tokens, strict=False)) if len(set(pair)) > 1]
-    identical = not differing and len(run.tokens) == len(again.tokens)
-    if identical or not differing:
-        return {"identical": identical, "first_difference": None, "gap": None}
-    first = differing[0]
+    again = again.generation
+    if run.tokens == again.tokens:
+        return {"identical": True, "first_difference": None, "gap": None}
+    shorter = min(len(run.tokens), len(again.tokens))
+    first = next((i for i in range(shorter) if run.tokens[i] != again.tokens[i]), shorter)
+    if first == shorter:
+        return {"identical": False, "first_difference": first, "gap": None}
     ids = run.ids + again.tokens[:first]
     logits = full_logits(plain.model, ids)[-1:]
     tokens, position = torch.arange(logits.shape[1]), torch.tensor([len(ids)])
@@ -595,7 +712,7 @@ def check_sample(plain: Decoder, text: TextGeneration) -> dict:
         )  # fmt: skip
         logits = torch.empty_like(values).scatter_(1, columns, values)
     gap = float(logits[0, again.tokens[first]] - logits[0, run.tokens[first]])
-    return {"identical": False, "first_difference": first, "gap": gap}
+    return {"identical": False, "first_difference": first, "gap": gap if math.isfinite(gap) else None}
 
 
 # ---------------------------------------------------------------- the command line
@@ -613,7 +730,7 @@ def parse_args(argv: list[str] | None) -> Namespace:
     given.add_argument("--interactive", action="store_true", help="converse, one line a turn, until end of file")
     chat = parser.add_mutually_exclusive_group()
     chat.add_argument("--chat", action="store_true", default=None, help="use the chat template")
-    chat.add_argument("--no_chat", dest="chat", action="store_false", help="give the text as it is")
+    chat.add_argument("--no_chat", dest="chat", action="store_false", default=None, help="give the text as it is")
     add("--system", help="system message of the chat")
     add("--max_new_tokens", type=int, default=256, help="tokens to generate at most")
     add("--temperature", type=float, default=0.0, help="0 is greedy")
@@ -622,7 +739,7 @@ def parse_args(argv: list[str] | None) -> Namespace:
     add("--seed", type=int, default=0, help="the text is a function of prompt and seed")
     add("--stop", action="append", default=[], help="text that ends the answer; may be repeated")
     add("--ignore_eos", action="store_true", help="go on past the model's stop tokens")
-    add("--tree", default="auto", help="none, chain:K, static, dynamic:nodes=N,levels=L,top_k=K, FILE.json")
+    add("--tree", default="auto", help="none, chain:K, static, dynamic:nodes=N,levels=L,top_k=K, lookup:K, FILE.json")
     add("--device", default="auto", help="auto, cpu or cuda")
     add("--dtype", default="auto", choices=["auto", *DTYPES], help="precision of computing")
     add("--max_seq_length", type=int, help="context to provide for (default: what the prompt needs)")
@@ -643,23 +760,30 @@ def read_prompt(args: Namespace) -> str | list[int] | None:
         return None
     if args.prompt_ids is not None:
         words = args.prompt_ids.replace(",", " ").split()
-        if not all(word.isdigit() for word in words):
+        if not all(word.isascii() and word.isdigit() and len(word) < 19 for word in words):
             raise ValueError(f'prompt_ids {args.prompt_ids!r} must be whole numbers, such as "1 2 3"')
         return [int(word) for word in words]
-    if args.prompt_file is not None:
-        try:
-            text = args.prompt_file.read_text(encoding="utf-8")
-        except UnicodeDecodeError:
-            raise ValueError(f"prompt file {args.prompt_file} is not UTF-8 text: save it as UTF-8") from None
-    elif args.prompt == "-":
-        text = sys.stdin.read()
-    else:
-        text = args.prompt
+    text = read_text(args)
     if text is None:
         raise ValueError("no prompt: give --prompt TEXT, --prompt_file FILE, --prompt_ids or --interactive")
+    check_text("the prompt", text)
     if not text.strip():
         raise ValueError("the prompt is empty: give at least one character that is not a space")
     return text
+
+
+def read_text(args: Namespace) -> str | None:
+    """What --prompt or --prompt_file gives; None if neither does."""
+    if args.prompt_file is None:
+        return sys.stdin.read() if args.prompt == "-" else args.prompt
+    try:
+        return args.prompt_file.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError:
+        raise ValueError(f"prompt file {args.prompt_file} is not UTF-8 text: save it as UTF-8") from None
+    except OSError as error:
+        raise ValueError(
+            f"prompt file {args.prompt_file} cannot be read ({error.strerror}): check its name, or give --prompt"
+        ) from None
 
 
 def messages_of(args: Namespace, text: str) -> list[dict]:
@@ -676,12 +800,51 @@ def wants_chat(args: Namespace, tokenizer: Tokenizer | None) -> bool:
     return has if args.chat is None else args.chat
 
 
-def default_context(args: Namespace, ids: list[int] | None) -> int | None:
-    """Enough context for this run: a smaller cache loads faster. None leaves it to the loader."""
-    if args.max_seq_length is not None or ids is None:
-        return args.max_seq_length
-    limit = ModelConfig.from_dict(read_kind(args.checkpoint_path, "target").config).max_seq_length
-    return min(limit, max(2048, len(ids) + args.max_new_tokens))
+def check_args(args: Namespace) -> None:
+    """Refuse bad values, and flags that would have no effect, before anything is loaded."""
+    if args.num_samples < 1:
+        raise ValueError(f"num_samples {args.num_samples} is not allowed: give at least 1")
+    check_ends(args.max_new_tokens, tuple(args.stop))
+    for what, text in (("--system", args.system or ""), *(("--stop", stop) for stop in args.stop)):
+        check_text(what, text)
+    for seed in (args.seed, args.seed + args.num_samples - 1):
+        SamplingConfig(args.temperature, args.top_k, args.top_p, seed)
+    alone = {"--check": args.check, "--num_samples": args.num_samples > 1, "--profile": args.profile is not None}
+    idle = [flag for flag, given in alone.items() if given]
+    if args.interactive and idle:
+        raise ValueError(f"{', '.join(idle)} cannot be used with --interactive: give --prompt instead")
+    if args.prompt_ids is not None and (args.chat or args.system is not None):
+        raise ValueError("--chat and --system cannot be used with --prompt_ids: give --prompt instead")
+
+
+def check_outputs(args: Namespace) -> None:
+    inputs = [args.checkpoint_path, Path(args.draft_checkpoint_path), Path(args.tree)]
+    inputs += [args.prompt_file] if args.prompt_file else []
+    inputs += [args.checkpoint_path.with_name(name) for name in TOKENIZER_FILES]
+    for flag in ("json", "profile"):
+        if getattr(args, flag) is not None:
+            check_output(f"--{flag}", Path(getattr(args, flag)), inputs)
+    if args.json is not None and args.profile is not None and Path(args.json) == Path(args.profile):
+        raise ValueError(f"--json and --profile are both {args.json}: give each a file of its own")
+
+
+def default_context(args: Namespace, config: ModelConfig, ids: list[int] | None) -> int:
+    """The context for this run: by default enough for the prompt and its answer, as a smaller cache loads faster.
+    Refuses a prompt that does not fit, before anything is loaded for it."""
+    if ids is None:
+        return fit_context(args.max_seq_length, config)
+    limit = config.max_seq_length
+    context = fit_context(args.max_seq_length, config, max(2048, len(ids) + args.max_new_tokens))
+    if len(ids) >= context:
+        more = f", or raise --max_seq_length (this model allows {limit})" if context < limit else ""
+        raise ValueError(
+            f"the prompt has {len(ids)} tokens, but the context holds {context} with the answer: shorten the prompt "
+            f"to {context - 1} or less{more}"
+        )
+    wrong = [i for i in ids if i >= config.vocab_size]
+    if wrong:
+        raise ValueError(f"prompt id {wrong[0]} is not in the model's vocabulary: give ids 0 to {config.vocab_size - 1}")
+    return context
 
 
 def show(text: TextGeneration, highlight: bool) -> None:
@@ -704,23 +867,22 @@ def warn_if_useless(record: dict) -> None:
 
 def prepare(args: Namespace, prompt: str | list[int] | None) -> tuple[Engine, list[int] | None, bool]:
     """Load everything. Returns the engine, the prompt's ids (None when conversing) and whether to use the chat."""
-    if args.num_samples < 1:
-        raise ValueError(f"num_samples {args.num_samples} is not allowed: give at least 1")
     sampling = SamplingConfig(args.temperature, args.top_k, args.top_p, args.seed)
     head = None if args.draft_checkpoint_path == "none" else args.draft_checkpoint_path
     if not args.checkpoint_path.exists() and args.checkpoint_path == DEMO:
         raise ValueError(f"the demo model {DEMO} is not there yet: run `make demo`, or give --checkpoint_path")
-    read_kind(args.checkpoint_path, "target")
-    tokenizer = find_tokenizer(args.checkpoint_path.parent)
+    config = ModelConfig.from_dict(read_kind(args.checkpoint_path, "target").config)
+    tokenizer = find_tokenizer(args.checkpoint_path.parent, config)
+    if tokenizer is None and (args.stop or not isinstance(prompt, list)):
+        raise ValueError(
+            f"no tokenizer beside {args.checkpoint_path}, which text needs: copy tokenizer.json or tokenizer.model "
+            "there, or give --prompt_ids without --stop"
+        )
     chat = not isinstance(prompt, list) and wants_chat(args, tokenizer)
-    ids = prompt if isinstance(prompt, list) else None
-    if isinstance(prompt, str):
-        if tokenizer is None:
-            raise ValueError(f"no tokenizer beside {args.checkpoint_path}: copy it there, or give --prompt_ids")
-        ids = tokenizer.encode_chat(messages_of(args, prompt)) if chat else tokenizer.encode(prompt)
+    ids = None if prompt is None else encode(tokenizer, messages_of(args, prompt) if chat else prompt)
     engine = load(
         args.checkpoint_path, head, tree=args.tree, device=args.device, dtype=args.dtype,
-        max_seq_length=default_context(args, ids), compile=args.compile,
+        max_seq_length=default_context(args, config, ids), compile=args.compile,
     )  # fmt: skip
     card = engine.card
     note(
@@ -729,14 +891,24 @@ def prepare(args: Namespace, prompt: str | list[int] | None) -> tuple[Engine, li
     )
     if card["head"]:
         note(card["head"])
-    if ids is not None:  # refuse a prompt that does not fit before compiling for it
-        engine.generate(ids, max_new_tokens=args.max_new_tokens, stop=tuple(args.stop))
+    remark(args, sampling, engine.decoder.tree)
     if args.compile:
         note("compiling (kept in torch's cache for the next run) ...")
     card["compile_s"] = engine.warm_up(sampling) if args.compile else 0.0
     if args.compile:
         note(f"compiled in {card['compile_s']:.1f} s")
     return engine, ids, chat
+
+
+def remark(args: Namespace, sampling: SamplingConfig, tree: Tree) -> None:
+    """Say which of the given flags have no effect in this run."""
+    if sampling.kind == "greedy" and (args.top_k > 0 or args.top_p < 1 or args.seed or args.num_samples > 1):
+        note(
+            f"note: temperature {args.temperature:g} is greedy: --top_k, --top_p and --seed have no effect and all "
+            "samples are equal; give --temperature 1 to sample"
+        )
+    if args.highlight and tree.nodes == 1:
+        note("note: --highlight colours drafted tokens, and without a draft there are none")
 
 
 def start(engine: Engine, args: Namespace, prompt: list[dict] | list[int], seed: int) -> TextGeneration:
@@ -746,24 +918,32 @@ def start(engine: Engine, args: Namespace, prompt: list[dict] | list[int], seed:
     )  # fmt: skip
 
 
-def converse(engine: Engine, args: Namespace, chat: bool) -> list[dict]:
-    """Turns from standard input until its end. The conversation is kept, and its cached prefix is not run again."""
+def converse(engine: Engine, args: Namespace, chat: bool, records: list[dict]) -> int:
+    """Turns from standard input until its end. The conversation is kept, and its cached prefix is not run again.
+
+    A line that cannot be answered is refused and forgotten. Appends to `records`; returns the exit code."""
     history = [{"role": "system", "content": args.system}] if args.system is not None else []
     ids: list[int] = []
-    records = []
+    code = 0
     note("type a line and press enter; end of file or Ctrl-C leaves")
     while True:
         print("> ", end="", file=sys.stderr, flush=True)
         line = sys.stdin.readline()
         if not line:
-            return records
+            return code
         if not line.strip():
             continue
-        history.append({"role": "user", "content": line.rstrip("\n")})
-        prompt = history if chat else ids + engine.tokenizer.encode(line, add_bos=not ids)
-        text = start(engine, args, prompt, args.seed)
+        turn = {"role": "user", "content": line.rstrip("\n")}
+        try:
+            check_text("the line", line)
+            prompt = [*history, turn] if chat else ids + engine.tokenizer.encode(line, add_bos=not ids)
+            text = start(engine, args, prompt, args.seed)
+        except ValueError as error:
+            note(f"error: {error}")
+            code = 2
+            continue
         show(text, args.highlight)
-        history.append({"role": "assistant", "content": text.text})
+        history += [turn, {"role": "assistant", "content": text.text}]
         ids = text.generation.ids + text.tokens
         records.append(sample_record(text))
         note(describe(records[-1], engine.decoder.tree.nodes > 1))
@@ -783,7 +963,7 @@ def sample_all(engine: Engine, args: Namespace, ids: list[int]) -> tuple[list[di
             show(text, args.highlight)
         records.append(sample_record(text))
         note(describe(records[-1], drafting))
-        if drafting:
+        if engine.decoder.tree.needs_head:
             warn_if_useless(records[-1])
         if plain is not None:
             checks.append(check_sample(plain, text))
@@ -798,30 +978,52 @@ def profiled(path: str | None) -> Iterator[None]:
         return
     with torch.profiler.profile() as profile:
         yield
-    profile.export_chrome_trace(path)
+    whole = Path(path)
+    partial = whole.with_name(f".{os.getpid()}.{whole.name}")  # the same suffix: .gz would compress
+    try:
+        profile.export_chrome_trace(str(partial))
+        os.replace(partial, whole)
+    finally:
+        partial.unlink(missing_ok=True)
     note(f"trace written to {path}")
+
+
+def report(engine: Engine, argv: list[str], recompiles: int, records: list[dict], checks: list[dict]) -> dict:
+    """What --json writes."""
+    top = {"argv": argv, **engine.card, "recompiles": recompiles, "commit": project_commit()}
+    top["versions"] = {"torch": torch.__version__, "python": platform.python_version()}
+    if checks:
+        top["check"] = next((check for check in checks if not check["identical"]), checks[0])
+    return {**top, "samples": records}
 
 
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
-    prompt = read_prompt(args)
-    engine, ids, chat = prepare(args, prompt)
+    check_args(args)
+    check_outputs(args)
+    engine, ids, chat = prepare(args, read_prompt(args))
     compiled = compilations()
+    records: list[dict] = []
     checks: list[dict] = []
-    if ids is None:
-        records = converse(engine, args, chat)
-    else:
-        records, checks = sample_all(engine, args, ids)
-    if args.json:
-        card = {key: value for key, value in engine.card.items() if key != "load_s"}
-        top = {"argv": argv if argv is not None else sys.argv[1:], **card, "load_s": engine.card["load_s"]}
-        top |= {"recompiles": compilations() - compiled, "commit": project_commit()}
-        top |= {"versions": {"torch": torch.__version__, "python": platform.python_version()}}
-        if checks:
-            different = next((check for check in checks if not check["identical"]), checks[0])
-            top["check"] = different
-        write_json(args.json, {**top, "samples": records})
-    return 1 if any(not check["identical"] for check in checks) else 0
+    try:
+        if ids is None:
+            code = converse(engine, args, chat, records)
+        else:
+            records, checks = sample_all(engine, args, ids)
+            code = 1 if any(not check["identical"] for check in checks) else 0
+    except KeyboardInterrupt:
+        if ids is not None:
+            raise
+        code = 130  # the usual way to leave a conversation: its finished turns are reported
+        print(file=sys.stderr)
+    except BrokenPipeError:
+        if args.json is None:
+            raise
+        raise ValueError("standard output was closed before the end: --json was not written") from None
+    if args.json is not None:
+        argv = argv if argv is not None else sys.argv[1:]
+        write_json(args.json, report(engine, argv, compilations() - compiled, records, checks))
+    return code
 
 
 if __name__ == "__main__":

@@ -49,7 +49,10 @@ def export_head(path: Path | str, out: Path | str, layout: str = "eagle") -> str
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
     size = sum(spec.nbytes for spec in specs.values()) / 1e6
-    return f"{config.family} head, {layout} layout, {size:.1f} MB, read back and equal: {out}"
+    what = f"{config.family} head, {layout} layout, {size:.1f} MB, read back and equal"
+    if layout == "eagle" and config.feature_layers:
+        what += f", features {config.feature_layers} left out as the default"
+    return f"{what}: {out}"
 
 
 def check_expressible(checkpoint: Checkpoint, layout: str) -> DraftConfig:
@@ -137,7 +140,6 @@ def nested_config(checkpoint: Checkpoint) -> dict:
     """config.json as the speculators library and vLLM read it, every norm variant stated."""
     c = DraftConfig.from_dict(checkpoint.config)
     proposal = {"proposal_type": "greedy", "speculative_tokens": 5}
-    layers = stated_layers(c)
     return {
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",
@@ -147,7 +149,7 @@ def nested_config(checkpoint: Checkpoint) -> dict:
         "norm_before_fc": c.norm_before_fc,
         "fc_norm": c.fc_norm,
         "norm_output": c.norm_output,
-        **({LAYER_IDS: list(layers)} if layers else {}),
+        **({LAYER_IDS: list(c.feature_layers)} if c.feature_layers else {}),
         "transformer_layer_config": layer_config(checkpoint),
         "speculators_config": {
             "algorithm": "eagle3",
@@ -218,8 +220,13 @@ def verify_export(checkpoint: Checkpoint, directory: Path) -> None:
         ) from None
     wanted, found = DraftConfig.from_dict(checkpoint.config), conversion.config
     wanted = replace(wanted, feature_layers=stated_layers(wanted))
-    # where a value was found is the only thing that may change
-    found = replace(found, rope_source=wanted.rope_source, source_format=wanted.source_format)
+    # where a value was found, and whether a default was spelled out, is all that may change
+    found = replace(
+        found,
+        feature_layers=stated_layers(found),
+        rope_source=wanted.rope_source,
+        source_format=wanted.source_format,
+    )
     different = [k for k in vars(wanted) if getattr(wanted, k) != getattr(found, k)]
     if specs != checkpoint.specs:
         different.append("tensors")

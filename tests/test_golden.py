@@ -38,7 +38,10 @@ class Recorder:
 
         def spy_learn(features, path, tokens, start, last, slots):
             count = int(last) + 1
-            entry = {"features": torch.cat([f[path] for f in features], -1)[:count], "ids": tokens[:count].clone()}
+            entry = {
+                "features": torch.cat([f[path] for f in features], -1)[:count],
+                "ids": tokens[:count].clone(),
+            }
             entry["start"] = int(start)
             self.learned.append(entry)
             learn(features, path, tokens, start, last, slots)
@@ -59,7 +62,9 @@ class Recorder:
         drafter.head.register_forward_hook(hook)
 
 
-@pytest.fixture(scope="module", params=[(name, prompt) for name in SETS for prompt in ("p12", "p33")])
+@pytest.fixture(
+    scope="module", params=[(name, prompt) for name in SETS for prompt in ("p12", "p33")]
+)
 def run(request, tmp_path_factory):
     name, prompt = request.param
     base = tmp_path_factory.getbasetemp() / "golden" / name
@@ -67,7 +72,9 @@ def run(request, tmp_path_factory):
     head = converted(GOLDEN / name / "head", base / "head.safetensors")
     engine = load(target, head, tree=SETS[name], compile=False, max_seq_length=256)
     golden = load_file(GOLDEN / name / "golden.safetensors")
-    golden = {key[len(prompt) + 1 :]: value for key, value in golden.items() if key.startswith(prompt)}
+    golden = {
+        key[len(prompt) + 1 :]: value for key, value in golden.items() if key.startswith(prompt)
+    }
     recorder = Recorder(engine.decoder)
     ids = golden["prompt_ids"].tolist()
     generation = Generation(engine.decoder, ids, SamplingConfig(), len(golden["eagle_ids"]))
@@ -95,7 +102,9 @@ def test_accepted_lengths_of_every_round(run):
 
 def test_trees_of_every_round(run):
     name, golden, _, recorder, _, _ = run
-    for index, (length, tokens, parents, ancestors) in enumerate(recorder.trees[: len(golden["accept_len"])]):
+    for index, (length, tokens, parents, ancestors) in enumerate(
+        recorder.trees[: len(golden["accept_len"])]
+    ):
         assert length == golden["n_committed"][index]
         assert tokens.tolist() == golden["draft_tokens"][index].tolist(), f"round {index + 1}"
         if name.startswith("eagle1"):
@@ -140,4 +149,7 @@ def test_head_states_and_logits_of_every_level(run):
             assert tokens[:width].tolist() == wanted
             close(hidden[:width], golden[f"{key}level{level}_in_features"].view(width, -1))
             close(out[:width], golden[f"{key}level{level}_out"].view(width, -1))
-            close(recorder.logits[index][level][:width], golden[f"{key}level{level}_logits"].view(width, -1))
+            close(
+                recorder.logits[index][level][:width],
+                golden[f"{key}level{level}_logits"].view(width, -1),
+            )

@@ -12,7 +12,13 @@ from model import ModelConfig, Transformer
 from sampling import SamplingConfig
 
 GOLDEN = Path(__file__).parent / "data" / "golden"
-TREES = ("chain:1", "chain:5", "static", "dynamic:nodes=8,levels=3,top_k=4", "dynamic:nodes=60,levels=8,top_k=10")
+TREES = (
+    "chain:1",
+    "chain:5",
+    "static",
+    "dynamic:nodes=8,levels=3,top_k=4",
+    "dynamic:nodes=60,levels=8,top_k=10",
+)
 
 
 @cache
@@ -23,7 +29,9 @@ def converted(directory: Path, out: Path) -> Path:
     return out
 
 
-def decode(decoder: Decoder, ids: list[int], n: int, sampling: SamplingConfig = SamplingConfig(), **options) -> Generation:
+def decode(
+    decoder: Decoder, ids: list[int], n: int, sampling: SamplingConfig = SamplingConfig(), **options
+) -> Generation:
     """Run a whole generation and return it."""
     generation = Generation(decoder, ids, sampling, n, **options)
     for _ in generation:
@@ -103,8 +111,8 @@ def table_head(model: Transformer, wrong_after: tuple[int, ...] = ()) -> DraftHe
     return head
 
 
-def eager(model: Transformer, head: DraftHead | None = None, tree: Tree | None = None, context: int = 100) -> Decoder:
+def eager(
+    model: Transformer, head: DraftHead | None = None, tree: Tree | None = None, context: int = 100
+) -> Decoder:
     options = {"tree": tree} if tree else {}
     return Decoder(model, context, head, compile=False, **options)
-
-

@@ -1,0 +1,468 @@
+"""The round: drafted ids equal plain ids, nodes equal sequences, caches equal prefills, nothing waits or is rebuilt."""
+
+import itertools
+
+import pytest
+import torch
+from tiny import (
+    TREES,
+    cycle_table,
+    decode,
+    eager,
+    random_head,
+    random_model,
+    table_head,
+    table_model,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from eagle_draft import Tree, ancestor_mask, parse_tree, static_tree
+from engine import Decoder, full_logits, slow_greedy
+from sampling import SamplingConfig
+
+PROMPT = [3, 17, 99, 4]
+SAMPLINGS = {
+    "greedy": SamplingConfig(),
+    "low": SamplingConfig(0.7, seed=3),
+    "full": SamplingConfig(1.0, seed=4),
+    "filter": SamplingConfig(0.8, top_k=20, top_p=0.9, seed=5),
+}
+CYCLE = 24
+
+
+def perturbed_cycle() -> torch.Tensor:
+    """A table that is mostly a cycle but leaves sampling something to choose."""
+    torch.manual_seed(5)
+    return (cycle_table(CYCLE, gap=3.0) + 0.5 * torch.randn(CYCLE, CYCLE)).log_softmax(-1)
+
+
+def heads() -> dict:
+    """Name -> (model, head): random, always right, always wrong, right about half of the time."""
+    random = random_model()
+    table = table_model(perturbed_cycle())
+    return {
+        "random eagle1": (random, random_head(random)),
+        "random eagle3": (random, random_head(random, "eagle3", draft_vocab_size=96)),
+        "right": (table, table_head(table)),
+        "wrong": (table, table_head(table, wrong_after=tuple(range(CYCLE)))),
+        "half": (table, table_head(table, wrong_after=tuple(range(0, CYCLE, 2)))),
+    }
+
+
+HEADS = heads()
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("name", HEADS)
+def test_drafted_ids_equal_plain_ids_to_the_end_of_the_context(name, tree, sampling):
+    model, head = HEADS[name]
+    ids = [token % model.config.vocab_size for token in PROMPT]
+    plain = decode(eager(model), ids, 200, SAMPLINGS[sampling])
+    drafted = decode(eager(model, head, parse_tree(tree)), ids, 200, SAMPLINGS[sampling])
+    assert drafted.tokens == plain.tokens and len(plain.tokens) == 96
+    assert drafted.stop_reason == plain.stop_reason == "context"
+
+
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("name", ["right", "half", "random eagle3"])
+def test_every_token_budget_gives_the_beginning_of_the_plain_text(name, tree):
+    model, head = HEADS[name]
+    plain = decode(eager(model), [1, 2, 3], 24).tokens
+    decoder = eager(model, head, parse_tree(tree))
+    for budget in range(25):
+        generation = decode(decoder, [1, 2, 3], budget)
+        assert generation.tokens == plain[:budget]
+        assert generation.stop_reason == "length"
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_a_stop_id_anywhere_in_an_accepted_run_ends_the_text_there(tree):
+    model, head = table_model(cycle_table(CYCLE)), None
+    head = table_head(model)
+    decoder = eager(model, head, parse_tree(tree))
+    for distance in range(1, 14):
+        stop = (3 + distance) % CYCLE
+        generation = decode(decoder, [1, 2, 3], 40, stop_ids=frozenset([stop]))
+        assert generation.tokens == list(range(4, 4 + distance))
+        assert generation.stop_reason == "eos"
+        assert generation.stats.emitted == len(generation.tokens) - 1
+        # Nothing past the end is kept for the next turn.
+        assert decoder.cached == ([1, 2, 3] + generation.tokens)[: len(decoder.cached)]
+        again = decode(decoder, [1, 2, 3, *generation.tokens, 9, 9], 10)
+        assert again.tokens == decode(eager(model), [1, 2, 3, *generation.tokens, 9, 9], 10).tokens
+
+
+@pytest.mark.parametrize("nodes", [2, 8, 26, 60])
+@pytest.mark.parametrize("length", [60, 61, 62, 63])
+def test_trees_larger_than_the_room_that_is_left_change_nothing(nodes, length):
+    model, head = random_model(max_seq_length=64), None
+    head = random_head(model)
+    tree = parse_tree(f"dynamic:nodes={nodes},levels=6,top_k=10")
+    ids = torch.randint(128, (length,)).tolist()
+    plain = decode(eager(model, context=64), ids, 50)
+    drafted = decode(eager(model, head, tree, context=64), ids, 50)
+    assert drafted.tokens == plain.tokens == slow_greedy(model, ids, 64 - length)
+    assert drafted.stop_reason == "context"
+
+
+def test_prompts_that_leave_no_room_are_refused_with_both_numbers():
+    with pytest.raises(ValueError, match="64 tokens and the context 64"):
+        decode(eager(random_model(), context=64), [1] * 64, 5)
+
+
+@pytest.mark.parametrize("ids", [[], [128], [-1, 3]])
+def test_empty_prompts_and_ids_outside_the_vocabulary_are_refused(ids):
+    with pytest.raises(ValueError, match="prompt"):
+        decode(eager(random_model()), ids, 5)
+
+
+def test_a_head_that_is_always_right_fills_its_tree_every_round():
+    model = table_model(cycle_table(CYCLE))
+    generation = decode(eager(model, table_head(model), parse_tree("chain:5")), [1, 2, 3], 61)
+    assert generation.stats.acceptance_length == 6
+    assert generation.stats.accepted_by_depth == [10] * 5
+    assert generation.drafted == [False] + ([True] * 5 + [False]) * 10
+
+
+@pytest.mark.parametrize("short", [40, 1])
+def test_a_head_trained_for_a_shorter_context_changes_nothing(short):
+    """Rows of the head's RoPE table and cache follow the target's context (C35)."""
+    model = random_model()
+    head = random_head(model, "eagle3", max_seq_length=short)
+    for length in (30, 39, 40, 41, 90):
+        ids = torch.randint(128, (length,)).tolist()
+        wanted = decode(eager(model), ids, 100).tokens
+        assert decode(eager(model, head, parse_tree("static")), ids, 100).tokens == wanted
+
+
+# ---------------------------------------------------------------- nodes and caches
+
+STAR = static_tree([[0], [1], [2], [3], [4]], "star")
+FORK = static_tree([[0], [1], [0, 0], [1, 0], [0, 0, 0], [1, 0, 0]], "fork")
+
+
+def random_paths(seed: int) -> list[list[int]]:
+    torch.manual_seed(seed)
+    paths = [[0], [1], [2]]
+    while len(paths) < 20:
+        parent = paths[int(torch.randint(len(paths), (1,)))]
+        rank = sum(path[:-1] == parent for path in paths)
+        paths.append([*parent, rank])
+    return paths
+
+
+class Fixed:
+    """A draft source with tokens of our choice on a static tree, for checks of the verify pass."""
+
+    feature_layers = ()
+
+    def __init__(self, tree: Tree, paths: list[list[int]], tokens: list[int]) -> None:
+        ordered = [[]] + sorted(paths, key=lambda path: (len(path), path))
+        self.tree, self.tokens = tree, torch.tensor(tokens)
+        self.parents = torch.tensor([0] + [ordered.index(path[:-1]) for path in ordered[1:]])
+        self.ancestors = ancestor_mask(self.parents, tree.levels)
+
+    def propose(self, root, *_):
+        return torch.cat((root, self.tokens)), self.parents, self.ancestors
+
+    def learn(self, *_):
+        pass
+
+
+@pytest.mark.parametrize(
+    "paths",
+    [[[0] * n for n in range(1, 6)], [[i] for i in range(5)], [[0], [1], [0, 0], [1, 0], [0, 0, 0], [1, 0, 0]],
+     random_paths(1), random_paths(2), random_paths(3)],
+    ids=["chain", "star", "fork", "random1", "random2", "random3"],
+)  # fmt: skip
+def test_logits_of_every_node_equal_those_of_the_plain_sequence(paths):
+    model = random_model()
+    decoder = eager(model)
+    tokens = torch.randint(128, (len(paths),)).tolist()
+    source = Fixed(static_tree(paths, "fixed"), paths, tokens)
+    root = decoder.prefill(PROMPT, 0, "greedy")
+    nodes, parents, ancestors = source.propose(torch.tensor([root]))
+    entered = decoder.enter_tree(
+        model, nodes, ancestors, decoder.length, decoder.slots(60), decoder.table
+    )
+    x, _ = decoder.forward(entered)
+    logits = model.output(model.norm(x))
+    for node in range(len(nodes)):
+        path = [u for u in range(node + 1) if ancestors[node, u]]
+        alone = full_logits(model, PROMPT + nodes[path].tolist())[-1]
+        torch.testing.assert_close(logits[node], alone, atol=1e-5, rtol=1e-5)
+
+
+def test_the_accepted_path_may_be_the_last_branch():
+    """Only the last leaf is right: the committed rows must be the ones of its path (C04, C05)."""
+    model = random_model()
+    plain = slow_greedy(model, PROMPT, 12)
+    paths = [[0], [1], [0, 0], [1, 0], [0, 0, 0], [1, 0, 0]]
+    wrong = [(token + 1) % 128 for token in plain]
+    tokens = [wrong[1], plain[1], wrong[2], plain[2], wrong[3], plain[3]]
+    decoder = eager(model)
+    tree = static_tree(paths, "fork")
+    decoder = Decoder(model, 100, random_head(model), tree, compile=False)
+    decoder.drafter = Fixed(tree, paths, tokens)
+    decoder.prefill(PROMPT, 0, "greedy")
+    assert decoder.launch(60, "greedy").tokens() == plain[1:5]
+    fresh = eager(model)
+    fresh.prefill(PROMPT + plain[:4], 0, "greedy")
+    torch.testing.assert_close(
+        decoder.cache.data[:, :, :, :8], fresh.cache.data[:, :, :, :8], atol=1e-5, rtol=1e-5
+    )
+
+
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("name", HEADS)
+def test_after_every_round_both_caches_equal_a_fresh_prefill(name, tree):
+    model, head = HEADS[name]
+    ids = [token % model.config.vocab_size for token in PROMPT]
+    decoder = eager(model, head, parse_tree(tree))
+    text = [*ids, decoder.prefill(ids, 0, "greedy")]
+    for _ in range(12):
+        text += decoder.launch(len(text) + 70, "greedy").tokens()
+        fresh = eager(model, head, parse_tree(tree))
+        root, rows = fresh.prefill(text[:-1], 0, "greedy"), len(text) - 1
+        assert root == text[-1] and int(decoder.length) == rows and int(decoder.root) == root
+        close = {"atol": 1e-4, "rtol": 1e-4}
+        torch.testing.assert_close(
+            decoder.cache.data[..., :rows, :], fresh.cache.data[..., :rows, :], **close
+        )
+        mine, theirs = decoder.drafter, fresh.drafter
+        torch.testing.assert_close(
+            mine.cache.data[..., :rows, :], theirs.cache.data[..., :rows, :], **close
+        )
+        torch.testing.assert_close(mine.hidden, theirs.hidden, **close)
+
+
+@pytest.mark.parametrize("tree", ["none", "chain:5", "dynamic:nodes=8,levels=3,top_k=4"])
+def test_a_second_prompt_equals_a_fresh_run_whatever_came_before(tree):
+    model, head = HEADS["random eagle3"]
+    shape = parse_tree(tree)
+    decoder = eager(model, head, shape)
+    long, short = list(range(60)), [5, 6]
+    prompts = [PROMPT, long, short, PROMPT, [*PROMPT, 7, 7], PROMPT[:2], [*PROMPT, 7, 8]]
+    for sampling, ids in itertools.product(
+        (SamplingConfig(), SamplingConfig(1.0, seed=9)), prompts
+    ):
+        fresh = decode(eager(model), ids, 15, sampling)
+        assert decode(decoder, ids, 15, sampling).tokens == fresh.tokens
+
+
+def test_a_conversation_continues_its_cached_prefix():
+    model, head = HEADS["half"]
+    decoder = eager(model, head, parse_tree("chain:5"))
+    first = decode(decoder, [1, 2, 3], 20)
+    longer = [1, 2, 3, *first.tokens, 5, 6]
+    assert decoder.reusable(longer) >= len(longer) - 4
+    assert decode(decoder, longer, 20).tokens == decode(eager(model), longer, 20).tokens
+
+
+def test_seeds_repeat_and_differ():
+    model, _ = HEADS["random eagle1"]
+    decoder = eager(model)
+    texts = [
+        tuple(decode(decoder, PROMPT, 20, SamplingConfig(1.0, seed=seed)).tokens)
+        for seed in range(20)
+    ]
+    assert len(set(texts)) == 20
+    assert tuple(decode(decoder, PROMPT, 20, SamplingConfig(1.0, seed=3)).tokens) == texts[3]
+
+
+def test_shared_noise_raises_the_acceptance_of_sampled_text():
+    """The head that meets the target's noise guesses better than the same head without it."""
+    model, head = HEADS["right"]
+    sampling = SamplingConfig(1.0, seed=1)
+    decoder = eager(model, head, parse_tree("chain:4"))
+    shared = decode(decoder, [1, 2, 3], 90, sampling).stats.acceptance_length
+    noise_free = eager(model, head, parse_tree("chain:4"))
+    propose = noise_free.drafter.propose
+    noise_free.drafter.propose = lambda root, length, slots, state, kind: propose(
+        root, length, slots, state, "greedy"
+    )
+    alone = decode(noise_free, [1, 2, 3], 90, sampling).stats.acceptance_length
+    print(
+        f"acceptance length at temperature 1: {shared:.2f} with the target's noise, {alone:.2f} without"
+    )
+    assert shared > 4.5 > alone + 1
+
+
+# ---------------------------------------------------------------- what a CUDA graph would demand
+
+
+class NoWaiting(TorchDispatchMode):
+    """Fails on operations whose result the host must wait for, or whose shape depends on data."""
+
+    FORBIDDEN = (
+        "_local_scalar_dense",
+        "nonzero",
+        "item",
+        "is_nonzero",
+        "masked_select",
+        "unique",
+        "equal",
+    )
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        assert not any(name == word or name.startswith(f"_{word}") for word in self.FORBIDDEN), name
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("tree", ("none", *TREES))
+def test_a_round_never_waits_for_the_device(tree, sampling):
+    model, head = HEADS["random eagle3"]
+    decoder, kind = eager(model, head, parse_tree(tree)), SAMPLINGS[sampling].kind
+    decoder.prefill(PROMPT, 0, kind)
+    with torch.inference_mode(), NoWaiting():
+        decoder.round(decoder.slots(100), kind)
+
+
+def test_the_check_for_waiting_notices_one():
+    with NoWaiting(), pytest.raises(AssertionError, match="_local_scalar_dense"):
+        torch.tensor([1]).item()
+
+
+class Tape(TorchDispatchMode):
+    """Records a round as a flat list of ATen calls on actual tensors, as a CUDA graph holds its kernels.
+
+    Replaying repeats the calls on the same storages: intermediate results are written where they were, so a value
+    that lived in Python, a buffer that was re-allocated or a shape that depended on data shows.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        self.calls.append((func, args, kwargs, result))
+        return result
+
+    def replay(self) -> None:
+        for func, args, kwargs, recorded in self.calls:
+            fresh = func(*args, **kwargs)
+            pairs = zip(_tensors(recorded), _tensors(fresh), strict=True)
+            for old, new in pairs:
+                if (
+                    old.data_ptr() != new.data_ptr()
+                ):  # neither a view of, nor written into, something known
+                    old.copy_(new)
+
+
+def _tensors(value) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return (
+        [tensor for part in value for tensor in _tensors(part)]
+        if isinstance(value, list | tuple)
+        else []
+    )
+
+
+class Replayed(Decoder):
+    """A decoder whose rounds are replays of one recording per bucket."""
+
+    def launch(self, needed: int, kind: str):
+        key = (self.slots(needed).shape[0], kind)
+        with torch.inference_mode():
+            if key not in self.graphs:
+                buffers = [
+                    self.length,
+                    self.root,
+                    self.cache.data,
+                    getattr(self.drafter, "hidden", self.root),
+                ]
+                before = [buffer.clone() for buffer in buffers]
+                with Tape() as tape:
+                    self.round(self.slots(needed), kind)
+                for buffer, value in zip(buffers, before, strict=True):
+                    buffer.copy_(value)
+                self.graphs[key] = tape
+            self.graphs[key].replay()
+        count, *tokens = self.report.tolist()
+        return type("Done", (), {"tokens": staticmethod(lambda: tokens[:count])})
+
+
+@pytest.mark.parametrize("sampling", ["greedy", "full", "filter"])
+@pytest.mark.parametrize("tree", ("none", *TREES))
+def test_a_text_from_replays_of_one_recorded_round_is_the_same(tree, sampling):
+    model, head = HEADS["half" if sampling == "greedy" else "random eagle3"]
+    ids = [1, 2, 3]
+    plain = decode(eager(model), ids, 60, SAMPLINGS[sampling]).tokens
+    decoder = Replayed(model, 100, head, parse_tree(tree), compile=False)
+    assert decode(decoder, ids, 60, SAMPLINGS[sampling]).tokens == plain
+    assert decode(decoder, [5, 6], 30, SAMPLINGS[sampling]).tokens == (
+        decode(eager(model), [5, 6], 30, SAMPLINGS[sampling]).tokens
+    )
+
+
+def fault_python_value(decoder):
+    """The committed length as a Python number."""
+    entered = decoder.enter_tree
+    decoder.enter_tree = lambda m, tokens, ancestors, length, *rest: entered(
+        m, tokens, ancestors, torch.tensor([int(length)]), *rest
+    )
+
+
+def fault_new_buffer(decoder):
+    """A state buffer that is replaced instead of written."""
+
+    def learn(*args):
+        old = decoder.root
+        decoder.root = old.clone()
+
+    inner = decoder.drafter.learn
+    decoder.drafter.learn = lambda *args: (inner(*args), learn())
+
+
+@pytest.mark.parametrize("fault", [fault_python_value, fault_new_buffer])
+def test_the_replay_notices_a_planted_fault(fault):
+    model, head = HEADS["random eagle1"]  # attention matters there
+    plain = decode(eager(model), [1, 2, 3], 60).tokens
+    decoder = Replayed(model, 100, head, parse_tree("chain:5"), compile=False)
+    fault(decoder)
+    try:
+        tokens = decode(decoder, [1, 2, 3], 60).tokens
+    except (RuntimeError, IndexError, ValueError):
+        return
+    assert tokens != plain
+
+
+# ---------------------------------------------------------------- compiled
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["eagle1", "eagle3"])
+def test_compiled_ids_equal_eager_ids_and_nothing_recompiles(family):
+    from torch._dynamo.utils import counters
+
+    model = random_model(max_seq_length=1024, n_layer=8)
+    extra = {"draft_vocab_size": 96, "feature_layers": (2, 4, 5)} if family == "eagle3" else {}
+    head = random_head(model, family, **extra)
+    for tree in ("none", "chain:1", "static", "dynamic:nodes=8,levels=3,top_k=4"):
+        decoder = Decoder(model, 1000, head, parse_tree(tree), compile=True)
+        for name in ("greedy", "full", "filter"):
+            decoder.warm_up(SAMPLINGS[name].kind)
+        before = counters["stats"]["unique_graphs"]
+        for length in (1, 17, 63, 64, 65, 500):
+            ids = torch.randint(128, (length,)).tolist()
+            for name, sampling in SAMPLINGS.items():
+                plain = decode(eager(model, context=1000), ids, 24, sampling).tokens
+                assert decode(decoder, ids, 24, sampling).tokens == plain, (tree, name, length)
+        assert counters["stats"]["unique_graphs"] == before
+
+
+@pytest.mark.slow
+def test_compiling_changes_no_near_tie_rule():
+    """argmax inside a compiled region takes the lowest id of equal logits, as eager does."""
+    model = random_model()
+    model.output.weight[64:] = model.output.weight[:64]  # every logit twice
+    compiled = Decoder(model, 100, compile=True)
+    tokens = decode(compiled, PROMPT, 30).tokens
+    assert tokens == decode(eager(model), PROMPT, 30).tokens
+    assert max(tokens) < 64

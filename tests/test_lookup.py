@@ -1,0 +1,278 @@
+"""Prompt lookup and falling back: ids stay those of plain decoding, guesses are what followed before, nothing waits."""
+
+import pytest
+import torch
+from test_engine import NoWaiting, Replayed
+from tiny import (
+    GOLDEN,
+    converted,
+    cycle_table,
+    decode,
+    eager,
+    random_head,
+    random_model,
+    table_head,
+    table_model,
+)
+
+from eagle_draft import NO_TREE, parse_tree
+from engine import Decoder
+from fallback import FIRST_PAUSE, LONGEST_PAUSE, PATIENCE, Pace
+from generate import fit_tree, load
+from lookup_draft import look_up, remember
+from sampling import SamplingConfig
+
+SAMPLINGS = {
+    "greedy": SamplingConfig(),
+    "full": SamplingConfig(1.0, seed=4),
+    "filter": SamplingConfig(0.8, top_k=20, top_p=0.9, seed=5),
+}
+
+
+def continuation(text: list[int], count: int, rows: int = 32) -> list[int]:
+    """What lookup proposes after `text`, whose first token it never heard of."""
+    history = torch.full((rows + 1,), -1)
+    remember(history, torch.tensor([0]), torch.tensor([*text[1:], *[77] * 5]))  # 77: padding
+    slots = torch.arange(rows)
+    return look_up(history, torch.tensor([len(text) - 1]), slots, count).tolist()
+
+
+def slow_continuation(text: list[int], count: int) -> list[int] | None:
+    """The same by plain search: None where nothing matches."""
+    known = [None, *text[1:]]
+    for size in (3, 2, 1):
+        end = known[-size:]
+        if len(known) <= size or None in end:
+            continue
+        for at in range(len(known) - 2, size - 2, -1):
+            if known[at - size + 1 : at + 1] == end:
+                period = len(text) - 1 - at
+                return [known[at + 1 + step % period] for step in range(count)]
+    return None
+
+
+def test_the_longest_and_then_the_latest_match_is_continued():
+    assert continuation([9, 1, 2, 3, 4, 5, 8, 3, 6, 1, 2, 3], 2) == [4, 5]  # three beat one
+    assert continuation([9, 1, 2, 4, 1, 2, 5, 1, 2], 1) == [5]  # the later of two equal ones
+
+
+def test_a_match_near_the_end_goes_on_into_its_own_copy():
+    assert continuation([9, 9, 1, 2, 1, 2], 5) == [1, 2, 1, 2, 1]
+    assert continuation([9, 4, 4], 4) == [4, 4, 4, 4]
+
+
+def test_without_a_match_the_guesses_are_still_tokens():
+    assert min(continuation([5], 4)) >= 0
+    assert min(continuation([5, 6, 7, 8], 4)) >= 0
+
+
+def test_lookup_equals_a_plain_search_on_random_texts():
+    torch.manual_seed(1)
+    for length in range(1, 28):
+        for _ in range(8):
+            text = torch.randint(3, (length,)).tolist()
+            wanted = slow_continuation(text, 6)
+            if wanted is not None:
+                assert continuation(text, 6) == wanted, text
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("tree", ["lookup:1", "lookup:5", "lookup:64"])
+def test_ids_equal_plain_ids_to_the_end_of_the_context(tree, sampling):
+    for model in (random_model(), table_model(cycle_table(24, gap=3.0))):
+        ids = [token % model.config.vocab_size for token in (3, 17, 99, 4)]
+        plain = decode(eager(model), ids, 200, SAMPLINGS[sampling])
+        drafted = decode(eager(model, None, parse_tree(tree)), ids, 200, SAMPLINGS[sampling])
+        assert drafted.tokens == plain.tokens
+        assert drafted.stop_reason == plain.stop_reason == "context"
+
+
+@pytest.mark.parametrize("tree", ["lookup:1", "lookup:4"])
+def test_every_budget_and_prompts_that_share_a_beginning(tree):
+    model = random_model()
+    decoder, plain = eager(model, None, parse_tree(tree)), eager(model)
+    for budget in range(12):
+        for ids in ([5], [5, 6, 5, 6], [5, 6, 5, 7, 1]):
+            assert decode(decoder, ids, budget).tokens == decode(plain, ids, budget).tokens
+
+
+def test_a_text_that_loops_is_guessed_in_full_once_it_has_looped():
+    model = table_model(cycle_table(12))
+    run = decode(eager(model, None, parse_tree("lookup:6")), [1, 2], 80)
+    assert run.tokens == [(3 + i) % 12 for i in range(80)]
+    # The first cycle knows nothing; after it every round gives the six guesses and the bonus.
+    assert run.stats.accepted_by_depth[5] >= (80 - 14) // 7 - 1
+    assert run.stats.rounds < 26
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_a_recorded_round_replays_and_nothing_waits(sampling):
+    model = table_model(cycle_table(24, gap=3.0))
+    plain = decode(eager(model), [1, 2, 3], 60, SAMPLINGS[sampling]).tokens
+    decoder = Replayed(model, 100, None, parse_tree("lookup:5"), compile=False)
+    assert decode(decoder, [1, 2, 3], 60, SAMPLINGS[sampling]).tokens == plain
+    with torch.inference_mode(), NoWaiting():
+        decoder.round(decoder.slots(100), SAMPLINGS[sampling].kind)
+
+
+@pytest.mark.slow
+def test_compiled_ids_equal_eager_ids_and_nothing_recompiles():
+    from torch._dynamo.utils import counters
+
+    model = random_model(max_seq_length=1024)
+    decoder = Decoder(model, 1000, None, parse_tree("lookup:5"), compile=True)
+    decoder.fall_back_below(3.0)
+    decoder.warm_up("greedy")
+    before = counters["stats"]["unique_graphs"]
+    for length in (1, 64, 300):
+        ids = torch.randint(128, (length,)).tolist()
+        plain = decode(eager(model, context=1000), ids, 150).tokens
+        assert decode(decoder, ids, 150).tokens == plain
+    assert counters["stats"]["unique_graphs"] == before
+
+
+def test_lookup_needs_no_head_and_is_named_where_one_is_missing(tmp_path):
+    assert fit_tree("auto", None) == NO_TREE
+    assert fit_tree("lookup:3", None).nodes == 4
+    with pytest.raises(ValueError, match="lookup:5"):
+        fit_tree("chain:3", None)
+    for text in ("lookup", "lookup:", "lookup:0", "lookup:65", "lookup:x", "lookup:-1"):
+        with pytest.raises(ValueError, match=r"lookup:K \(1 to 64\)"):
+            parse_tree(text)
+
+
+def test_lookup_loads_no_head_and_falls_in_with_the_rest(tmp_path):
+    base = GOLDEN / "eagle1_static_seed0"
+    target = converted(base / "target", tmp_path / "target.safetensors")
+    head = converted(base / "head", tmp_path / "head.safetensors")
+    plain = load(target, tree="none", compile=False, max_seq_length=64)
+    for draft in (None, head):
+        engine = load(target, draft, tree="lookup:3", compile=False, max_seq_length=64)
+        assert engine.card["tree"] == "lookup:3" and engine.card["head"] is None
+        texts = [text_ids(engine), text_ids(plain)]
+        assert texts[0] == texts[1]
+
+
+def text_ids(engine) -> list[int]:
+    text = engine.generate([1, 2, 3], max_new_tokens=30, ignore_eos=True)
+    list(text)
+    return text.tokens
+
+
+# ---------------------------------------------------------------- falling back
+
+
+def test_pace_pauses_after_its_patience_and_doubles_the_pause_while_drafting_loses():
+    pace = Pace(break_even=2.0)
+    rounds = 0
+    while not pace.plain:
+        pace.count(1, plain=False)
+        rounds += 1
+    assert rounds == PATIENCE + 1
+    pauses = []
+    for _ in range(7):
+        paused = 0
+        while pace.plain:
+            pace.count(1, plain=True)
+            paused += 1
+        pauses.append(paused)
+        while not pace.plain:
+            pace.count(1, plain=False)
+    assert pauses[:3] == [FIRST_PAUSE, 2 * FIRST_PAUSE, 4 * FIRST_PAUSE]
+    assert pauses[-1] == LONGEST_PAUSE
+
+
+def test_pace_never_pauses_while_drafting_wins_and_forgets_old_pauses_once_it_does():
+    pace = Pace(break_even=1.5)
+    for _ in range(500):
+        pace.count(2, plain=False)
+        assert not pace.plain
+    for _ in range(20):
+        pace.count(1, plain=False)
+    assert pace.plain
+    while pace.plain:
+        pace.count(1, plain=True)
+    for _ in range(20):
+        pace.count(3, plain=False)
+    assert not pace.plain and pace.next_pause == FIRST_PAUSE
+
+
+def test_what_a_useless_draft_costs_stays_small():
+    pace, lost, texts = Pace(break_even=1.5), 0.0, 1000
+    for _ in range(texts):
+        lost += 0.0 if pace.plain else pace.break_even - 1
+        pace.count(1, pace.plain)
+    assert lost < 0.02 * texts
+
+
+def fallback_pairs() -> dict:
+    random, table = random_model(max_seq_length=512), table_model(cycle_table(24, gap=3.0), max_seq_length=512)
+    return {
+        "random eagle1": (random, random_head(random), "static"),
+        "random eagle3": (random, random_head(random, "eagle3", draft_vocab_size=96), "chain:3"),
+        "half": (table, table_head(table, tuple(range(0, 24, 2))), "dynamic:nodes=8,levels=3,top_k=4"),
+        "lookup": (random, None, "lookup:4"),
+    }
+
+
+PAIRS = fallback_pairs()
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("name", PAIRS)
+def test_ids_equal_plain_ids_while_drafting_pauses_and_returns(name, sampling):
+    model, head, tree = PAIRS[name]
+    decoder = Decoder(model, 400, head, parse_tree(tree), compile=False)
+    decoder.fall_back_below(2.5)
+    for ids in ([3, 1, 4], [3, 1, 4, 1, 5], [9, 2, 6]):
+        plain = decode(eager(model, context=400), ids, 350, SAMPLINGS[sampling]).tokens
+        run = decode(decoder, ids, 350, SAMPLINGS[sampling])
+        assert run.tokens == plain
+        assert 0 < run.stats.plain_rounds < run.stats.rounds, "it paused and it returned"
+
+
+def test_after_a_pause_the_drafter_knows_what_it_would_have_learned():
+    """The trees after a return equal those of a decoder that never paused, at the same positions."""
+    model = random_model(max_seq_length=512)
+    trees = {}
+    for kind in ("steady", "pausing"):
+        decoder = Decoder(model, 400, random_head(model), parse_tree("chain:3"), compile=False)
+        if kind == "pausing":
+            decoder.fall_back_below(3.0)
+        propose = decoder.drafter.propose
+
+        def spy(root, length, *rest, kind=kind, propose=propose):
+            nodes = propose(root, length, *rest)
+            trees.setdefault(kind, {})[int(length)] = nodes[0].tolist()
+            return nodes
+
+        decoder.drafter.propose = spy
+        decode(decoder, [3, 1, 4], 300)
+    both = set(trees["steady"]) & set(trees["pausing"])
+    assert len(both) > 10
+    assert all(trees["steady"][at] == trees["pausing"][at] for at in both)
+
+
+def test_plain_rounds_replay_too():
+    model, head, tree = PAIRS["half"]
+
+    class Both(Replayed):
+        def launch_plain(self, needed, kind):
+            if self.behind == self.chunk:
+                self.catch_up(needed)
+            self.behind += 1
+            with torch.inference_mode(), NoWaiting():
+                self.plain_round(self.slots(needed), kind)
+            count, *tokens = self.report.tolist()
+            return type("Done", (), {"tokens": staticmethod(lambda: tokens[:count])})
+
+        def launch(self, needed, kind):
+            with torch.inference_mode():
+                self.catch_up(needed)
+            return super().launch(needed, kind)
+
+    decoder = Both(model, 400, head, parse_tree(tree), compile=False)
+    decoder.fall_back_below(3.0)
+    run = decode(decoder, [1, 2, 3], 300)
+    assert run.tokens == decode(eager(model, context=400), [1, 2, 3], 300).tokens
+    assert run.stats.plain_rounds

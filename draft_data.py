@@ -1,12 +1,14 @@
 """Conversations to train a draft head on: read from a file, or made by the target itself.
 
-A head learns to guess one target, so the best text is the target's own. `generate` invents user turns (sampled from
-the model after its own chat template, from openers, or filled from a bank of prompts) and lets the model answer them,
-many conversations at a time: the target's usual forward with one row per conversation. Answers that loop are cut,
-degenerate and repeated conversations dropped. Leaves out: training (train_draft.py), tools, several answers a turn.
+A head learns to guess one target, so the best text is the target's own. `generate` invents user
+turns (sampled from the model after its own chat template, from openers, or filled from a bank of
+prompts) and lets the model answer them, many conversations at a time: the target's usual forward
+with one row per conversation. Answers that loop are cut, degenerate and repeated conversations
+dropped. Leaves out: training (train_draft.py), tools, several answers a turn.
 
-A line of the file it writes is one conversation: {"ids": [...], "spans": [[start, end], ...], "temperature": t}, the
-spans being the answers' tokens. Any file of {"conversations"} (ShareGPT) or {"messages"} is read too.
+A line of the file it writes is one conversation: {"ids": [...], "spans": [[start, end], ...],
+"temperature": t}, the spans being the answers' tokens. Any file of {"conversations"} (ShareGPT) or
+{"messages"} is read too.
 
     python train_draft.py --checkpoint_path F --head eagle1 --data self --out DIR
 """
@@ -55,10 +57,11 @@ class Conversation:
 
 
 class PromptBank:
-    """User turns to sample from: openers that the model completes, and templates with things to fill in.
+    """User turns to sample from: openers that the model completes, and templates with things to
+    fill in.
 
-    `fill` maps a field's name to its values; "{item2}" takes a second value of `item`. "{passage}" is a piece of an
-    answer that the model gave before.
+    `fill` maps a field's name to its values; "{item2}" takes a second value of `item`. "{passage}"
+    is a piece of an answer that the model gave before.
     """
 
     def __init__(self, path: Path) -> None:
@@ -80,7 +83,8 @@ class PromptBank:
 
 @dataclass
 class Slot:
-    """One conversation under way: ids in `queue` are forced, the next ones are the model's choice."""
+    """One conversation under way: ids in `queue` are forced, the next ones are the model's
+    choice."""
 
     number: int
     queue: deque[int]
@@ -103,19 +107,23 @@ class Slot:
 def batched_block(
     layer: TransformerBlock, x: Tensor, rope: Tensor, slots: Tensor, mask: Tensor, kv: Tensor
 ) -> Tensor:
-    """TransformerBlock.forward for one row of each of B sequences. x: [B, C]; mask: [B, R]; kv: [2, B * G, R, D]."""
+    """TransformerBlock.forward for one row of each of B sequences. x: [B, C]; mask: [B, R]; kv: [2,
+    B * G, R, D]."""
     attention, batch, width = layer.attention, *mask.shape
     heads, groups, size = attention.n_head, attention.n_kv_head, attention.head_dim
     qkv = attention.wqkv(layer.attention_norm(x)).view(batch, heads + 2 * groups, size)
     q, k, v = qkv.split((heads, groups, groups), dim=1)
     row = torch.arange(batch, device=x.device)
-    # Keys lie transposed, and products read the whole cache: anything strided would be copied first.
+    # Keys lie transposed, and products read the whole cache: anything strided would be copied
+    # first.
     keys, values = kv[0].view(batch * groups, size, -1), kv[1]
     keys.view(batch, groups, size, -1)[row, :, :, slots] = rotate(k, rope).to(keys.dtype)
     values.view(batch, groups, -1, size)[row, :, slots] = v
-    scores = torch.bmm(rotate(q, rope).view(batch * groups, -1, size), keys)
-    scores = scores.view(batch, heads, width).float() * size**-0.5
-    weights = scores.masked_fill_(~mask[:, None], float("-inf")).softmax(-1).to(x.dtype)
+    q = rotate(q, rope * size**-0.5).view(batch * groups, -1, size)
+    scores = (
+        torch.bmm(q, keys).view(batch, heads, width).masked_fill_(~mask[:, None], float("-inf"))
+    )
+    weights = scores.softmax(-1, dtype=torch.float32).to(x.dtype)
     y = torch.bmm(weights.view(batch * groups, -1, width), values)
     x = x + attention.wo(y.view(batch, -1))
     return x + layer.feed_forward(layer.ffn_norm(x))
@@ -134,7 +142,8 @@ class Recipe:
 
 
 class BatchedDecoder:
-    """B conversations in one batch, a row each; a finished one gives its row to the next at once."""
+    """B conversations in one batch, a row each; a finished one gives its row to the next at
+    once."""
 
     def __init__(self, model: Transformer, batch: int, rows: int, seed: int) -> None:
         self.model, self.batch, self.rows, c = model, batch, rows, model.config
@@ -155,7 +164,8 @@ class BatchedDecoder:
         at = torch.tensor(positions, device=self.device)
         mask = self.slots <= at[:, None]
         x = self.model.tok_embeddings(torch.tensor(tokens, device=self.device))
-        x, _ = self.model(x, self.table[:, at], at, mask, self.cache, (), batched_block)
+        for index, layer in enumerate(self.model.layers):
+            x = batched_block(layer, x, self.table[:, at], at, mask, self.cache.layer(index))
         return self.model.output(self.model.norm(x))
 
     @torch.inference_mode()
@@ -192,7 +202,9 @@ class SelfTalk:
         self.decoder = BatchedDecoder(model, recipe.batch, recipe.rows, recipe.seed)
         self.stop_ids = set(model.config.eos_ids)
         marker = "\x00"
-        before, _, after = tokenizer.render_chat([{"role": "user", "content": marker}]).partition(marker)
+        before, _, after = tokenizer.render_chat([{"role": "user", "content": marker}]).partition(
+            marker
+        )
         self.before = tokenizer.encode(before, add_bos=False)
         self.after = tokenizer.encode(after, add_bos=False)
         self.prompts: set[tuple[int, ...]] = set()
@@ -210,13 +222,17 @@ class SelfTalk:
             self.passages.append(text[: text.rfind(".") + 1] or text)
 
     def open(self, number: int) -> Slot | None:
-        """A new conversation; everything random about it follows from the seed, its number and what was said before.
-        None when the file of prompts is used up."""
+        """A new conversation; everything random about it follows from the seed, its number and what
+        was said before. None when the file of prompts is used up."""
         rng = random.Random(f"{self.recipe.seed}/{number}")
         temperature = 0.0 if rng.random() < self.recipe.greedy else self.recipe.temperature
         if self.given is not None:
             ids = self.given[number] if number < len(self.given) else None
-            return None if ids is None else Slot(number, deque(ids), False, temperature, start=len(ids))
+            return (
+                None
+                if ids is None
+                else Slot(number, deque(ids), False, temperature, start=len(ids))
+            )
         kind = rng.random()
         for _ in range(20 if kind < FILLED_SHARE else 0):
             text = self.bank.filled(rng, self.passages)
@@ -230,16 +246,22 @@ class SelfTalk:
 
     def wanted(self, row: int, slot: Slot) -> tuple[int, float, float, int]:
         counter = slot.number * self.recipe.rows + len(slot.ids)
-        return (row, 1.0, USER_TOP_P, counter) if slot.sampled_turn else (row, slot.temperature, 1.0, counter)
+        return (
+            (row, 1.0, USER_TOP_P, counter)
+            if slot.sampled_turn
+            else (row, slot.temperature, 1.0, counter)
+        )
 
     def advance(self, slot: Slot, token: int) -> dict | str | None:
-        """Take the model's choice. Returns the finished conversation, or why it is dropped, or None."""
+        """Take the model's choice. Returns the finished conversation, or why it is dropped, or
+        None."""
         if slot.sampled_turn:
             return self.advance_turn(slot, token)
         slot.ids.append(token)
         length = len(slot.ids) - slot.start
         ended = token in self.stop_ids
-        if not ended and length < self.recipe.answer and not slot.loops(LOOP_LIMIT):
+        full = length == self.recipe.answer or len(slot.ids) == self.recipe.rows
+        if not (ended or full or slot.loops(LOOP_LIMIT)):
             return None
         if length < SHORTEST_ANSWER:
             return "short answers"
@@ -255,9 +277,14 @@ class SelfTalk:
         length = len(slot.ids) - slot.turn
         if token not in self.stop_ids:
             slot.ids.append(token)
-            return "endless user turns" if length >= USER_LIMIT else None
+            room = self.recipe.rows - self.recipe.answer - slot.turn - len(self.after)
+            return "endless user turns" if length >= min(USER_LIMIT, room) else None
         turn = slot.ids[slot.turn :]
-        if length < 3 or len(set(turn)) < 0.4 * length or tuple(slot.ids + self.after) in self.prompts:
+        if (
+            length < 3
+            or len(set(turn)) < 0.4 * length
+            or tuple(slot.ids + self.after) in self.prompts
+        ):
             return "degenerate user turns"
         slot.sampled_turn = False
         slot.queue.extend(self.after)
@@ -266,7 +293,8 @@ class SelfTalk:
         return None
 
     def run(self, first: int) -> Iterator[dict]:
-        """Finished conversations, numbered from `first` on; without end unless the prompts are given."""
+        """Finished conversations, numbered from `first` on; without end unless the prompts are
+        given."""
         numbers = itertools.count(first)
         slots = [self.open(next(numbers)) for _ in range(self.recipe.batch)]
         while any(slots):
@@ -283,7 +311,8 @@ class SelfTalk:
                 slots[row] = self.open(next(numbers))
 
     def step(self, slots: list[Slot | None]) -> list[tuple[int, int]]:
-        """Run a token of every conversation; (row, token) for those whose next token is the model's to choose."""
+        """Run a token of every conversation; (row, token) for those whose next token is the model's
+        to choose."""
         for slot in slots:
             if slot and slot.queue:
                 slot.ids.append(slot.queue.popleft())
@@ -304,12 +333,16 @@ def prepare_data(
     limit: int,
     regenerate: bool = False,
 ) -> list[Conversation]:
-    """The conversations to train on: read from the file `source`, or made by the target (`self`, or `regenerate`
-    with the first turns of the file) and kept in `out`, where a later call goes on with them."""
+    """The conversations to train on: read from the file `source`, or made by the target (`self`, or
+    `regenerate` with the first turns of the file) and kept in `out`, where a later call goes on
+    with them."""
     path = Path(source)
     if source == "self" or regenerate:
         if tokenizer is None or not tokenizer.has_chat_template:
-            raise ValueError("the target can only talk to itself with a tokenizer that has a chat template: give --data FILE")
+            raise ValueError(
+                "the target can only talk to itself with a tokenizer that has a chat template: "
+                "give --data FILE"
+            )
         given = read_prompts(path, tokenizer, recipe) if regenerate else None
         talk = SelfTalk(model, tokenizer, PromptBank(BANK), recipe, given)
         path = out / ("regenerated.jsonl" if regenerate else "self.jsonl")
@@ -318,7 +351,10 @@ def prepare_data(
     for reason, count in skipped.items():
         print(f"{count} conversations skipped: {reason}", file=sys.stderr)
     if not rows:
-        raise ValueError(f"{path} holds no conversation to train on: each needs an answer and at most {limit} tokens")
+        raise ValueError(
+            f"{path} holds no conversation to train on: each needs an answer and at most "
+            f"{limit} tokens"
+        )
     return rows
 
 
@@ -334,13 +370,15 @@ def read_prompts(path: Path, tokenizer: Tokenizer, recipe: Recipe) -> list[list[
         if len(ids) <= recipe.rows - recipe.answer:
             prompts.append(ids)
     if not prompts:
-        raise ValueError(f"{path} holds no user turn that fits: give conversations with a role user or human")
+        raise ValueError(
+            f"{path} holds no user turn that fits: give conversations with a role user or human"
+        )
     return prompts
 
 
 def make_conversations(talk: SelfTalk, path: Path, answer_tokens: int) -> None:
-    """Append conversations to `path` until it holds `answer_tokens` of answers. An interrupted file is taken up
-    again; a line that was cut short is dropped."""
+    """Append conversations to `path` until it holds `answer_tokens` of answers. An interrupted file
+    is taken up again; a line that was cut short is dropped."""
     total, first = 0, 0
     if path.exists():
         text = path.read_text(encoding="utf-8", errors="replace")
@@ -364,11 +402,14 @@ def make_conversations(talk: SelfTalk, path: Path, answer_tokens: int) -> None:
 # --- conversations from a file --------------------------------------------------------------------
 
 
-def tokenise(messages: list[dict], tokenizer: Tokenizer, stop_ids: tuple[int, ...]) -> Conversation | str:
+def tokenise(
+    messages: list[dict], tokenizer: Tokenizer, stop_ids: tuple[int, ...]
+) -> Conversation | str:
     """Ids and answer spans of a conversation, or why it cannot be used.
 
-    The chat template itself says where answers are: what it renders up to an answer is the prompt that decoding
-    would start from, and the answer is what it appends, with the token that ends a turn.
+    The chat template itself says where answers are: what it renders up to an answer is the prompt
+    that decoding would start from, and the answer is what it appends, with the token that ends a
+    turn.
     """
     stops = [tokenizer.decode([i], skip_special=False) for i in stop_ids]
     ids: list[int] = []
@@ -406,12 +447,16 @@ def messages_of(row: dict) -> list[dict] | str:
         if role not in ROLES or not isinstance(content, str):
             return "unknown role"
         messages.append({"role": ROLES[role], "content": content})
-    while messages and messages[0]["role"] == "assistant":  # ShareGPT has some that begin in the middle
+    while (
+        messages and messages[0]["role"] == "assistant"
+    ):  # ShareGPT has some that begin in the middle
         messages.pop(0)
     return messages
 
 
-def conversation_of(row: dict, tokenizer: Tokenizer | None, stop_ids: tuple[int, ...]) -> Conversation | str:
+def conversation_of(
+    row: dict, tokenizer: Tokenizer | None, stop_ids: tuple[int, ...]
+) -> Conversation | str:
     """One line of a data file, ours or another's, or why it cannot be used."""
     if "ids" in row:
         spans = row.get("spans") or [(row["assistant_start"], len(row["ids"]))]
@@ -420,24 +465,28 @@ def conversation_of(row: dict, tokenizer: Tokenizer | None, stop_ids: tuple[int,
     if isinstance(messages, str):
         return messages
     if tokenizer is None:
-        raise ValueError("the data is text, but no tokenizer lies beside the checkpoint: copy tokenizer.json there")
+        raise ValueError(
+            "the data is text, but no tokenizer lies beside the checkpoint: "
+            "copy tokenizer.json there"
+        )
     return tokenise(messages, tokenizer, stop_ids)
 
 
 def read_lines(path: Path) -> list[dict]:
     """The objects of a JSON lines file; ValueError names the line that is none."""
-    rows = []
-    try:
-        with path.open(encoding="utf-8") as file:
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    rows.append(json.loads(line))
-                    if not isinstance(rows[-1], dict):
-                        raise ValueError("not an object")
-    except ValueError as error:
-        raise ValueError(
-            f"{path} line {len(rows) + 1} is not a JSON object in UTF-8 ({error}): one conversation a line is expected"
-        ) from None
+    rows: list[dict] = []
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+        try:
+            row = json.loads(line) if line.strip() else {}
+            reason = None if isinstance(row, dict) else "it is no object"
+        except ValueError as error:  # not JSON, or not UTF-8
+            reason = str(error)
+        if reason:
+            raise ValueError(
+                f"{path} line {number} is not a JSON object in UTF-8 ({reason}): "
+                "one conversation a line is expected"
+            )
+        rows += [row] if row else []
     return rows
 
 
@@ -458,7 +507,8 @@ def read_conversations(
 
 
 def unusable(row: Conversation, vocab_size: int, limit: int) -> str | None:
-    """Why a conversation cannot be trained on, if so. The first token that can be guessed is the third."""
+    """Why a conversation cannot be trained on, if so. The first token that can be guessed is the
+    third."""
     if len(row.ids) > limit:
         return f"longer than {limit} tokens"
     if not row.ids or not 0 <= min(row.ids) <= max(row.ids) < vocab_size:

@@ -10,7 +10,6 @@ target features; nodes of the tree being grown sit behind them and are overwritt
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
 import torch

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from eagle_draft import DraftHead, EagleDrafter, NO_TREE, RootOnly, Tree, default_feature_layers
+from eagle_draft import NO_TREE, DraftHead, EagleDrafter, RootOnly, Tree
 from fallback import Backlog, Pace
 from lookup_draft import LookupDrafter
 from model import KVCache, Transformer, causal_mask, rope_table, tree_mask
@@ -21,69 +21,81 @@ from sampling import SamplingConfig, SamplingState, choose
 SMALLEST_BUCKET = 256  # cache slots that attention reads at least
 
 
-def enter_tree(
-    model: Transformer, tokens: Tensor, ancestors: Tensor, length: Tensor, slots: Tensor, table: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Embeddings [N, C], RoPE rows [2, N, D], cache slots [N] and mask [N, S] of a tree's nodes."""
-    positions = length + ancestors.sum(1) - 1  # a node's depth is its number of proper ancestors
-    own = length + torch.arange(tokens.shape[0], device=tokens.device)
-    return model.tok_embeddings(tokens), table[:, positions], own, tree_mask(length, ancestors, slots)
-
-
-def enter_chunk(
-    model: Transformer, tokens: Tensor, start: Tensor, slots: Tensor, table: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The same for a chunk of the prompt that begins at position `start` int64 [1]."""
-    positions = start + torch.arange(tokens.shape[0], device=tokens.device)
-    mask = causal_mask(start, tokens.shape[0], slots)
-    return model.tok_embeddings(tokens), table[:, positions], positions, mask
-
-
-def accept(choice: Tensor, tokens: Tensor, parents: Tensor, ancestors: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+def accept(
+    choice: Tensor, tokens: Tensor, parents: Tensor, ancestors: Tensor, rows: int
+) -> tuple[Tensor, Tensor]:
     """The path of right nodes: its node indices int64 [rows], padded, and its length [1], the root counted.
 
     A node is right if its token is what the target chose after its parent. Siblings have distinct tokens, so the
-    nodes that are right together with all their ancestors form one path (EAGLE-2, section 4.3).
+    nodes that are right together with all their ancestors form one path.
     """
     index = torch.arange(tokens.shape[0], device=tokens.device)
     right = (tokens == choice[parents]) | (index == 0)
     accepted = ~(ancestors & ~right).any(1)
-    order = torch.where(accepted, index, index + tokens.shape[0])  # accepted first, each part in node order
+    order = torch.where(accepted, index, index + tokens.shape[0])  # accepted first, in node order
     return order.sort().indices[:rows], accepted.sum(0, keepdim=True)
 
 
-def leave_tree(
+def verify(
     model: Transformer,
-    x: Tensor,
-    tokens: Tensor,
-    parents: Tensor,
-    ancestors: Tensor,
+    cache: KVCache,
+    table: Tensor,
+    nodes: tuple[Tensor, Tensor, Tensor],
     length: Tensor,
+    slots: Tensor,
     sampling: SamplingState,
     kind: str,
     rows: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """From the residual stream [N, C] to what is accepted: the choices along the accepted path int64 [rows], the
-    path int64 [rows], its length [1], and the states after the final norm [N, C]."""
+    feature_layers: tuple[int, ...],
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    """One forward over a tree's nodes, and what of the tree is right.
+
+    nodes: tokens int64 [N], parents int64 [N], ancestor mask bool [N, N]; table: RoPE table [2, R, D]; length:
+    int64 [1], the committed tokens; slots: int64 [S]. Writes cache slots length .. length + N - 1.
+    Returns the target's choices along the accepted path int64 [rows], the path's node indices int64 [rows], its
+    length int64 [1] (rows past it are padding), and the features [N, C] that a head reads.
+    """
+    tokens, parents, ancestors = nodes
+    depth = ancestors.sum(1) - 1  # a node's depth is its number of proper ancestors
+    own = length + torch.arange(tokens.shape[0], device=tokens.device)
+    mask = tree_mask(length, ancestors, slots)
+    x, features = model(model.tok_embeddings(tokens), table[:, length + depth], own, mask, cache, feature_layers)
     hidden = model.norm(x)
-    positions = length + ancestors.sum(1)  # of the token that is chosen after each node
-    choice = choose(model.output(hidden), positions, sampling, kind)
+    choice = choose(model.output(hidden), length + depth + 1, sampling, kind)
     path, count = accept(choice, tokens, parents, ancestors, rows)
-    return choice[path], path, count, hidden
+    return choice[path], path, count, features or [hidden]
 
 
-def leave_chunk(
-    model: Transformer, x: Tensor, last: Tensor, start: Tensor, sampling: SamplingState, kind: str
-) -> tuple[Tensor, Tensor]:
-    """The token chosen after row `last` int64 [1] of a chunk, and the states after the final norm [T, C]."""
+def read_chunk(
+    model: Transformer,
+    cache: KVCache,
+    table: Tensor,
+    tokens: Tensor,
+    start: Tensor,
+    last: Tensor,
+    slots: Tensor,
+    sampling: SamplingState,
+    kind: str,
+    feature_layers: tuple[int, ...],
+) -> tuple[Tensor, list[Tensor]]:
+    """One forward over a chunk of the prompt, tokens int64 [T] from position `start` int64 [1] on.
+
+    Returns the token chosen after row `last` int64 [1], whose logits are the only ones computed, and the features.
+    """
+    own = start + torch.arange(tokens.shape[0], device=tokens.device)
+    mask = causal_mask(start, tokens.shape[0], slots)
+    x, features = model(model.tok_embeddings(tokens), table[:, own], own, mask, cache, feature_layers)
     hidden = model.norm(x)
     choice = choose(model.output(hidden[last]), start + last + 1, sampling, kind)
-    return choice, hidden
+    return choice, features or [hidden]
 
 
 def compile_region(function: Callable) -> Callable:
-    """One compilation per shape; the length bucket is dynamic, and never a fallback to eager inside a region."""
-    return torch.compile(function, fullgraph=True, dynamic=False)
+    """One compilation per shape; the length bucket is dynamic, and never a fallback to eager inside a region.
+
+    Tuning and measuring run many trees in one process, so many shapes are no sign of a mistake here.
+    """
+    return torch.compile(function, fullgraph=True, dynamic=False, recompile_limit=256)
 
 
 class PhaseClock:
@@ -195,9 +207,7 @@ class Decoder:
         self.behind = 0  # plain rounds that the drafter has not learned
         self.cached: list[int] = []  # the ids whose keys and values are valid, for the next prompt
         self.clock = PhaseClock(self.device)
-        self.block = compiled(type(model.layers[0]).forward)
-        self.enter_tree, self.leave_tree = compiled(enter_tree), compiled(leave_tree)
-        self.enter_chunk, self.leave_chunk = compiled(enter_chunk), compiled(leave_chunk)
+        self.verify, self.read_chunk = compiled(verify), compiled(read_chunk)
 
     def slots(self, needed: int) -> Tensor:
         """The slot numbers 0.. of the smallest power-of-two bucket that holds `needed` cache slots."""
@@ -208,19 +218,14 @@ class Decoder:
             self.slot_views[width] = view
         return self.slot_views[width]
 
-    def forward(self, entered: tuple[Tensor, ...]) -> tuple[Tensor, list[Tensor]]:
-        x, rope, own, mask = entered
-        torch._dynamo.mark_dynamic(mask, 1)
-        return self.model(x, rope, own, mask, self.cache, self.drafter.feature_layers, self.block)
-
     @torch.inference_mode()
     def prefill(self, ids: list[int], start: int, kind: str) -> int:
         """Run ids[start:] through target and head and choose the token that follows. Returns that token.
 
         ids[:start] must already be cached, in the head's cache too. Chunks have one size, the last is padded.
         """
-        self.length.fill_(start)
         self.catch_up(len(self.cached) + 1)
+        self.length.fill_(start)
         padding = [0] * (-(len(ids) - start) % self.chunk + 1)
         tokens = torch.tensor(ids[start:] + padding, device=self.device)
         for offset in range(0, len(ids) - start, self.chunk):
@@ -234,12 +239,14 @@ class Decoder:
     def prefill_chunk(self, tokens: Tensor, rows: int, final: bool, slots: Tensor, kind: str) -> None:
         """One chunk: tokens int64 [chunk + 1], the last one only to follow its neighbour; `rows` of them are real."""
         last = self.offsets[rows - 1 : rows]
-        x, features = self.forward(self.enter_chunk(self.model, tokens[:-1], self.length, slots, self.table))
-        choice, hidden = self.leave_chunk(self.model, x, last, self.length, self.sampling, kind)
+        choice, features = self.read_chunk(
+            self.model, self.cache, self.table, tokens[:-1], self.length, last, slots, self.sampling, kind,
+            self.drafter.feature_layers,
+        )  # fmt: skip
         # Inside the prompt the token that follows a row is known; after the prompt's last row it is the choice.
         following = tokens[1:].index_copy(0, last, choice) if final else tokens[1:]
         path = self.offsets[: self.chunk]
-        self.drafter.learn(features or [hidden], path, following, self.length, last, slots)
+        self.drafter.learn(features, path, following, self.length, last, slots)
         self.root.copy_(choice)
         self.length.add_(rows)
 
@@ -250,22 +257,26 @@ class Decoder:
         """
         depth, start = self.tree.depth, self.length
         self.clock.start()
-        tokens, parents, ancestors = self.drafter.propose(self.root, start, slots, self.sampling, kind)
+        nodes = self.drafter.propose(self.root, start, slots, self.sampling, kind)
         self.clock.mark("draft")
-        x, features = self.forward(
-            self.enter_tree(self.model, tokens, ancestors, start, slots, self.table)
-        )
-        emitted, path, count, hidden = self.leave_tree(
-            self.model, x, tokens, parents, ancestors, start, self.sampling, kind, depth + 1
-        )
+        emitted, path, count, features = self.run_target(nodes, start, slots, kind, depth + 1)
         self.clock.mark("verify")
         if depth:
             self.cache.move(start + path[1:], start + self.offsets[1 : depth + 1])
-        self.drafter.learn(features or [hidden], path, emitted, start, count - 1, slots)
+        self.drafter.learn(features, path, emitted, start, count - 1, slots)
         self.root.copy_(emitted.index_select(0, count - 1))
         self.report.copy_(torch.cat((count, emitted)))
         self.length.add_(count)
         self.clock.mark("draft")
+
+    def run_target(
+        self, nodes: tuple[Tensor, Tensor, Tensor], length: Tensor, slots: Tensor, kind: str, rows: int
+    ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+        """`verify` on this decoder's model and buffers."""
+        return self.verify(
+            self.model, self.cache, self.table, nodes, length, slots, self.sampling, kind, rows,
+            self.drafter.feature_layers,
+        )  # fmt: skip
 
     def fall_back_below(self, break_even: float) -> None:
         """Decode plainly while drafted rounds give fewer tokens than `break_even`, their cost in plain rounds."""
@@ -278,15 +289,10 @@ class Decoder:
     def plain_round(self, slots: Tensor, kind: str) -> None:
         """A round without a draft, on the same buffers; what the drafter should learn waits in the backlog."""
         self.clock.start()
-        plain, start = self.plain, self.length
-        x, features = self.forward(
-            self.enter_tree(self.model, self.root, plain.ancestors, start, slots, self.table)
-        )
-        emitted, _, count, hidden = self.leave_tree(
-            self.model, x, self.root, plain.parents, plain.ancestors, start, self.sampling, kind, 1
-        )
+        nodes = self.plain.propose(self.root, self.length, slots, self.sampling, kind)
+        emitted, _, count, features = self.run_target(nodes, self.length, slots, kind, 1)
         self.clock.mark("verify")
-        self.backlog.add(features or [hidden], emitted)
+        self.backlog.add(features, emitted)
         self.root.copy_(emitted)
         self.report[:2].copy_(torch.cat((count, emitted)))
         self.length.add_(count)
@@ -441,6 +447,8 @@ class Generation:
         decoder, stats = self.decoder, self.stats
         decoder.clock.seconds = {"draft": 0.0, "verify": 0.0}
         longest = decoder.tree.depth + 1
+        if decoder.pace is not None:
+            decoder.pace.new_text()
         started, waiting = time.perf_counter(), []
         ahead = 1 if decoder.device.type == "cuda" else 0  # rounds the host may run ahead of what it has read
         while self.stop_reason is None:

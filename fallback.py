@@ -28,6 +28,10 @@ class Pace:
     def plain(self) -> bool:
         return self.pause > 0
 
+    def new_text(self) -> None:
+        """Another text may suit the draft better: a long pause is cut."""
+        self.pause = min(self.pause, FIRST_PAUSE)
+
     def count(self, tokens: int, plain: bool) -> None:
         """A round gave `tokens` tokens."""
         if plain:

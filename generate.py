@@ -22,7 +22,7 @@ import time
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import torch
@@ -43,8 +43,10 @@ from eagle_draft import (
 from engine import Decoder, Generation, full_logits
 from model import ModelConfig, Transformer
 from quantize import pack, swap_linears, unpacked
+from questions import prompts_for
 from sampling import SamplingConfig, perturb
 from tokenizer import TOKENIZER_FILES, StreamDecoder, Tokenizer, load_tokenizer
+from tuning import settle
 
 DEMO = Path("checkpoints/SmolLM2-135M-Instruct/talon.safetensors")
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -483,8 +485,14 @@ def load(
     dtype: str = "auto",
     max_seq_length: int | None = None,
     compile: bool = True,
+    tune: str = "stored",
+    sampling: SamplingConfig = SamplingConfig(),
 ) -> Engine:
-    """Load a target, and a head if one is given, and make the decoder. Raises ValueError or OSError for the user."""
+    """Load a target, and a head if one is given, and make the decoder. Raises ValueError or OSError for the user.
+
+    tune says what tree `auto` does for this head and `sampling`: stored (what was measured before, else the preset
+    of the head's family) | once (measure if that was never done here) | again (measure anew).
+    """
     started = time.perf_counter()
     where = pick_device(device)
     precision = pick_dtype(dtype, where)
@@ -499,16 +507,31 @@ def load(
     plan_memory(file, head_file, context, shape, precision, available_memory(where)).check()
     model = load_target(file, where, precision)
     head = load_head(head_file, model, where, precision) if head_file and shape.needs_head else None
-    decoder = Decoder(model, context, head, shape, compile)
+    choice = None
+    if tree == "auto" and head is not None:
+        choice = settle(
+            (file.path, head_file.path), (device_name(where), precision_name(file, precision)), model, head,
+            lambda: prompts_for(tokenizer, config.vocab_size, 6, 512), sampling, compile, tune, note,
+        )  # fmt: skip
+        shape = choice.tree if choice else shape
+    decoder = Decoder(model, context, head if shape.needs_head else None, shape, compile)
+    if choice is not None:
+        decoder.fall_back_below(choice.break_even)
     card = {
         "device": device_name(where),
         "dtype": next(name for name, value in DTYPES.items() if value == precision),
         "quantization": (file.quantization or {}).get("mode"),
         "tree": decoder.tree.name,
         "head": head_card(head_file, head) if head else None,
+        "expected_gain": choice.gain if choice else None,
         "load_s": time.perf_counter() - started,
     }
     return Engine(decoder, tokenizer, config.eos_ids, card)
+
+
+def precision_name(file: Checkpoint, precision: torch.dtype) -> str:
+    mode = (file.quantization or {}).get("mode")
+    return "/".join(filter(None, (mode, next(name for name, value in DTYPES.items() if value == precision))))
 
 
 def read_kind(path: str | Path, kind: str) -> Checkpoint:
@@ -702,17 +725,23 @@ def check_sample(plain: Decoder, text: TextGeneration) -> dict:
     if first == shorter:
         return {"identical": False, "first_difference": first, "gap": None}
     ids = run.ids + again.tokens[:first]
+    gap = choice_gap(plain, ids, again.tokens[first], run.tokens[first], run.sampling)
+    return {"identical": False, "first_difference": first, "gap": gap}
+
+
+def choice_gap(plain: Decoder, ids: list[int], chosen: int, other: int, sampling: SamplingConfig) -> float | None:
+    """How much higher `chosen` stands than `other` after `ids`, in the values that are chosen by; None: infinitely."""
     logits = full_logits(plain.model, ids)[-1:]
     tokens, position = torch.arange(logits.shape[1]), torch.tensor([len(ids)])
-    if run.sampling.kind != "greedy":
-        plain.sampling.set(run.sampling)
+    if sampling.kind != "greedy":
+        plain.sampling.set(sampling)
         values, columns = perturb(
             logits, position.to(logits.device), tokens.to(logits.device), plain.sampling,
-            run.sampling.kind, logits.shape[1],
+            sampling.kind, logits.shape[1],
         )  # fmt: skip
         logits = torch.empty_like(values).scatter_(1, columns, values)
-    gap = float(logits[0, again.tokens[first]] - logits[0, run.tokens[first]])
-    return {"identical": False, "first_difference": first, "gap": gap if math.isfinite(gap) else None}
+    gap = float(logits[0, chosen] - logits[0, other])
+    return gap if math.isfinite(gap) else None
 
 
 # ---------------------------------------------------------------- the command line
@@ -740,6 +769,7 @@ def parse_args(argv: list[str] | None) -> Namespace:
     add("--stop", action="append", default=[], help="text that ends the answer; may be repeated")
     add("--ignore_eos", action="store_true", help="go on past the model's stop tokens")
     add("--tree", default="auto", help="none, chain:K, static, dynamic:nodes=N,levels=L,top_k=K, lookup:K, FILE.json")
+    add("--retune", action="store_true", help="let --tree auto measure again, instead of using what it remembers")
     add("--device", default="auto", help="auto, cpu or cuda")
     add("--dtype", default="auto", choices=["auto", *DTYPES], help="precision of computing")
     add("--max_seq_length", type=int, help="context to provide for (default: what the prompt needs)")
@@ -761,7 +791,7 @@ def read_prompt(args: Namespace) -> str | list[int] | None:
     if args.prompt_ids is not None:
         words = args.prompt_ids.replace(",", " ").split()
         if not all(word.isascii() and word.isdigit() and len(word) < 19 for word in words):
-            raise ValueError(f'prompt_ids {args.prompt_ids!r} must be whole numbers, such as "1 2 3"')
+            raise ValueError(f'prompt_ids {args.prompt_ids[:60]!r} must be whole numbers, such as "1 2 3"')
         return [int(word) for word in words]
     text = read_text(args)
     if text is None:
@@ -883,6 +913,7 @@ def prepare(args: Namespace, prompt: str | list[int] | None) -> tuple[Engine, li
     engine = load(
         args.checkpoint_path, head, tree=args.tree, device=args.device, dtype=args.dtype,
         max_seq_length=default_context(args, config, ids), compile=args.compile,
+        tune="again" if args.retune else "once", sampling=sampling,
     )  # fmt: skip
     card = engine.card
     note(

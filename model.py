@@ -13,7 +13,6 @@ Weights keep the names of Meta's release and gpt-fast, with q, k, v fused to `wq
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -210,7 +209,7 @@ class FeedForward(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """The compiled region: one compilation serves every layer, since weights and cache are inputs of the graph."""
+    """One layer. Inside a compiled forward it is a region of its own, compiled once and called for every layer."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -222,6 +221,7 @@ class TransformerBlock(nn.Module):
         self.attention_norm = RMSNorm(c.dim, c.norm_eps)
         self.ffn_norm = RMSNorm(c.dim, c.norm_eps)
 
+    @torch.compiler.nested_compile_region
     def forward(self, x: Tensor, rope: Tensor, slots: Tensor, mask: Tensor, kv: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x), rope, slots, mask, kv)
         return x + self.feed_forward(self.ffn_norm(x))
@@ -246,14 +246,12 @@ class Transformer(nn.Module):
         mask: Tensor,
         cache: KVCache,
         feature_layers: tuple[int, ...] = (),
-        block: Callable[..., Tensor] = TransformerBlock.forward,
     ) -> tuple[Tensor, list[Tensor]]:
         """Run T embedded rows. Returns the residual stream [T, C] after the last layer, before the final norm, and
-        the streams that ENTER the layers named in `feature_layers` (n_layer names the last layer's output).
-        `block` is the compiled form of TransformerBlock.forward, where there is one."""
+        the streams that ENTER the layers named in `feature_layers` (n_layer names the last layer's output)."""
         captured = {}
         for index, layer in enumerate(self.layers):
             captured[index] = x
-            x = block(layer, x, rope, slots, mask, cache.layer(index))
+            x = layer(x, rope, slots, mask, cache.layer(index))
         captured[len(self.layers)] = x
         return x, [captured[index] for index in feature_layers]

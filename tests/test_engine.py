@@ -182,12 +182,13 @@ def test_logits_of_every_node_equal_those_of_the_plain_sequence(paths):
     tokens = torch.randint(128, (len(paths),)).tolist()
     source = Fixed(static_tree(paths, "fixed"), paths, tokens)
     root = decoder.prefill(PROMPT, 0, "greedy")
+    seen = []
+    hook = model.output.register_forward_hook(lambda module, args, output: seen.append(output))
     nodes, parents, ancestors = source.propose(torch.tensor([root]))
-    entered = decoder.enter_tree(
-        model, nodes, ancestors, decoder.length, decoder.slots(60), decoder.table
-    )
-    x, _ = decoder.forward(entered)
-    logits = model.output(model.norm(x))
+    with torch.inference_mode():
+        decoder.run_target((nodes, parents, ancestors), decoder.length, decoder.slots(60), "greedy", 1)
+    hook.remove()
+    logits = seen[0]
     for node in range(len(nodes)):
         path = [u for u in range(node + 1) if ancestors[node, u]]
         alone = full_logits(model, PROMPT + nodes[path].tolist())[-1]
@@ -403,10 +404,8 @@ def test_a_text_from_replays_of_one_recorded_round_is_the_same(tree, sampling):
 
 def fault_python_value(decoder):
     """The committed length as a Python number."""
-    entered = decoder.enter_tree
-    decoder.enter_tree = lambda m, tokens, ancestors, length, *rest: entered(
-        m, tokens, ancestors, torch.tensor([int(length)]), *rest
-    )
+    verify = decoder.run_target
+    decoder.run_target = lambda nodes, length, *rest: verify(nodes, torch.tensor([int(length)]), *rest)
 
 
 def fault_new_buffer(decoder):

@@ -223,10 +223,10 @@ PAIRS = fallback_pairs()
 def test_ids_equal_plain_ids_while_drafting_pauses_and_returns(name, sampling):
     model, head, tree = PAIRS[name]
     decoder = Decoder(model, 400, head, parse_tree(tree), compile=False)
-    decoder.fall_back_below(2.5)
-    for ids in ([3, 1, 4], [3, 1, 4, 1, 5], [9, 2, 6]):
-        plain = decode(eager(model, context=400), ids, 350, SAMPLINGS[sampling]).tokens
-        run = decode(decoder, ids, 350, SAMPLINGS[sampling])
+    decoder.fall_back_below(3.5)
+    for ids in ([3, 1, 4], [3, 1, 4, 1, 5]):
+        plain = decode(eager(model, context=400), ids, 130, SAMPLINGS[sampling]).tokens
+        run = decode(decoder, ids, 130, SAMPLINGS[sampling])
         assert run.tokens == plain
         assert 0 < run.stats.plain_rounds < run.stats.rounds, "it paused and it returned"
 
@@ -247,9 +247,9 @@ def test_after_a_pause_the_drafter_knows_what_it_would_have_learned():
             return nodes
 
         decoder.drafter.propose = spy
-        decode(decoder, [3, 1, 4], 300)
+        decode(decoder, [3, 1, 4], 170)
     both = set(trees["steady"]) & set(trees["pausing"])
-    assert len(both) > 10
+    assert len([at for at in both if at > FIRST_PAUSE]) >= 2, "it returned at least twice"
     assert all(trees["steady"][at] == trees["pausing"][at] for at in both)
 
 
@@ -273,6 +273,6 @@ def test_plain_rounds_replay_too():
 
     decoder = Both(model, 400, head, parse_tree(tree), compile=False)
     decoder.fall_back_below(3.0)
-    run = decode(decoder, [1, 2, 3], 300)
-    assert run.tokens == decode(eager(model, context=400), [1, 2, 3], 300).tokens
+    run = decode(decoder, [1, 2, 3], 120)
+    assert run.tokens == decode(eager(model, context=400), [1, 2, 3], 120).tokens
     assert run.stats.plain_rounds

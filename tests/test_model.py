@@ -144,13 +144,8 @@ def test_features_are_the_inputs_of_the_named_layers():
     x, features = model(*entered, cache, (0, 2, 4))
     assert torch.equal(features[0], model.tok_embeddings(rows))
     assert torch.equal(features[2], x)
-    half, _ = model(
-        *entered,
-        cache,
-        (),
-        lambda layer, x, *rest: x if layer in model.layers[2:] else layer(x, *rest),
-    )
-    torch.testing.assert_close(features[1], half)
+    model.layers = model.layers[:2]
+    torch.testing.assert_close(features[1], model(*entered, cache)[0])
 
 
 def test_decoding_speed_does_not_depend_on_the_caches_size():

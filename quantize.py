@@ -1,0 +1,446 @@
+"""Quantise a checkpoint, target or head, and measure what that costs in quality.
+
+    python quantize.py --checkpoint_path F --mode int8|int8-dynamic|int4 [--groupsize 128] [--out G]
+    python quantize.py --evaluate F [--against G]
+
+All linear layers are quantised, lm_head included; embeddings, norms and biases stay as they are. A
+tied lm_head is quantised on its own, beside the embedding table. The modes, the stored form and the
+layers that run it are in quantized_linear.py; the file's metadata names each layer's mode. Weights
+are read and written one tensor at a time. int8-dynamic and int4 of a target look at its activations
+on a short text that ships with the project, one block in memory at a time. Leaves out GPTQ and AWQ.
+"""
+
+import math
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from checkpoint import Checkpoint, read_checkpoint, write_checkpoint
+from cli import Parser, run
+from model import KVCache, ModelConfig, RMSNorm, TransformerBlock, causal_mask, rope_table
+from quantized_linear import (
+    GROUPSIZES,
+    LINEARS,
+    TINY,
+    pack,
+    pack_int4,
+    round_rows,
+    swap_linears,
+    unpacked,  # noqa: F401
+)
+from tokenizer import load_tokenizer
+
+ASSETS = Path(__file__).with_name("assets")
+WINDOW = 512  # tokens that calibration and evaluation read at once
+EMBEDDING = "tok_embeddings.weight"
+# int8-dynamic: where int8 activations put a kind of layer's outputs off by more, it stays in int8.
+MOST_ERROR = 0.0175
+
+# ---------------------------------------------------------------- numbers
+
+
+def quantize_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """int8 [out, in] and scales fp32 [out], symmetric; a row of zeros gets scale 0."""
+    weight = weight.float()
+    scales = weight.abs().amax(1) / 127
+    steps = torch.where(scales[:, None] > 0, weight / scales[:, None], 0)
+    return steps.round().clamp(-127, 127).to(torch.int8), scales
+
+
+def quantize_int4(
+    weight: Tensor, groupsize: int, importance: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Packed uint8 [out, Ip/2], scales and zeros bf16 [out, Ip/groupsize].
+
+    importance: fp32 [in], how much a squared error in each column matters.
+    """
+    out, width = weight.shape
+    padding = -width % groupsize
+    if importance is None:
+        importance = torch.ones(width)
+    share = F.pad(importance, (0, padding)).view(1, -1, groupsize)
+    rows = max(1, (1 << 18) // (width + padding))  # parts that stay in a CPU's cache
+    parts = []
+    for part in F.pad(weight.float(), (0, padding)).split(rows):
+        groups = part.view(len(part), -1, groupsize)
+        parts.append(fit_groups(groups, share))
+    steps, scales, zeros = (torch.cat(column) for column in zip(*parts, strict=True))
+    packed = pack_int4(steps.to(torch.uint8).view(out, -1), groupsize)
+    return packed, scales.bfloat16().view(out, -1), zeros.bfloat16().view(out, -1)
+
+
+class Grid(NamedTuple):
+    """A 4-bit grid of each group: weight = (step - 8) * scale + zero. All fp32 [..., g or 1]."""
+
+    steps: Tensor
+    scale: Tensor
+    zero: Tensor
+
+
+def fit_groups(groups: Tensor, share: Tensor) -> Grid:
+    """The grids with the least weighted squared error of several.
+
+    groups: fp32 [..., g]; share: the weights of the errors, fp32, broadcast over it. The candidates
+    shrink the range by up to a quarter, since a few clipped weights cost less than a coarse grid;
+    the best of them is then refined by least squares.
+    """
+    low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
+    middle, half = (low + high) / 2, (high - low) / 2
+    best, least = None, None
+    for shrink in (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, None, None):
+        if shrink is None:
+            scale, zero = regress(groups, best.steps, share)
+        else:
+            scale, zero = shrink * half / 7.5, middle + shrink * half / 15
+        grid = round_groups(groups, low == high, scale, zero)
+        error = (grid.steps - 8).mul_(grid.scale).add_(grid.zero).sub_(groups).square_()
+        error = error.mul_(share).sum(-1, keepdim=True)
+        if best is None:
+            best, least = grid, error
+        closer = error < least
+        best = Grid(*(torch.where(closer, new, old) for new, old in zip(grid, best, strict=True)))
+        least = torch.minimum(least, error)
+    return best
+
+
+def round_groups(groups: Tensor, flat: Tensor, scale: Tensor, zero: Tensor) -> Grid:
+    """Round to the nearest step, with scale and zero as bf16 can hold them."""
+    zero = zero.bfloat16().float()
+    # Where all weights are equal the scale is free: let it carry what bf16 cuts off the zero.
+    scale = torch.where(flat, groups[..., :1] - zero, scale).bfloat16().float()
+    steps = torch.where(scale == 0, 0, (groups - zero) / scale).round_().add_(8).clamp_(0, 15)
+    return Grid(steps, scale, zero)
+
+
+def regress(groups: Tensor, steps: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
+    """Scale and zero that minimise the weighted squared error for given steps."""
+    share = share / share.sum(-1, keepdim=True).clamp_min(TINY)
+    x = steps - 8
+    x_mean, w_mean = ((t * share).sum(-1, keepdim=True) for t in (x, groups))
+    x = x - x_mean
+    spread = (x.square() * share).sum(-1, keepdim=True)
+    scale = (x * (groups - w_mean) * share).sum(-1, keepdim=True) / spread.clamp_min(1e-12)
+    return scale, w_mean - scale * x_mean
+
+
+# ---------------------------------------------------------------- a target, block by block
+
+Watch = Callable[[str, nn.Linear, Tensor], None]  # sees a layer's name, the layer and its inputs
+
+
+def read_text(checkpoint: Checkpoint, name: str) -> list[int]:
+    """Token ids of a text that ships with the project."""
+    text = (ASSETS / name).read_text(encoding="utf-8")
+    return load_tokenizer(checkpoint.path.parent).encode(text)
+
+
+def load_block(checkpoint: Checkpoint, config: ModelConfig, index: int) -> TransformerBlock:
+    prefix = f"layers.{index}."
+    with torch.device("meta"):
+        block = TransformerBlock(config)
+    quantization = checkpoint.quantization or {"layers": {}}
+    layers = quantization["layers"].items()
+    own = {name.removeprefix(prefix): mode for name, mode in layers if name.startswith(prefix)}
+    swap_linears(block, quantization | {"layers": own})
+    fill(block, checkpoint, prefix, own)
+    return block
+
+
+def fill(module: nn.Module, checkpoint: Checkpoint, prefix: str, quantized: dict) -> None:
+    """Load the tensors under `prefix`, in fp32 outside quantised layers, and pack for the CPU."""
+    state = {}
+    for name in checkpoint.specs:
+        if name.startswith(prefix):
+            short = name.removeprefix(prefix)
+            tensor = checkpoint.tensor(name)
+            state[short] = tensor if short.rpartition(".")[0] in quantized else tensor.float()
+    module.load_state_dict(state, assign=True)
+    module.requires_grad_(False)
+    pack(module, torch.device("cpu"), torch.float32)
+
+
+def load_output(checkpoint: Checkpoint, config: ModelConfig) -> nn.Module:
+    """lm_head alone, plain or quantised."""
+    holder = nn.Module()
+    holder.output = nn.Linear(config.dim, config.vocab_size, bias=False, device="meta")
+    quantization = checkpoint.quantization or {"layers": {}}
+    own = {name: mode for name, mode in quantization["layers"].items() if name == "output"}
+    swap_linears(holder, quantization | {"layers": own})
+    if "output.weight" in checkpoint.specs:
+        names = [name for name in checkpoint.specs if name.startswith("output.")]
+        state = {name: checkpoint.tensor(name) for name in names}
+    else:
+        state = {"output.weight": checkpoint.tensor(EMBEDDING)}
+    if not own:
+        state = {name: tensor.float() for name, tensor in state.items()}
+    holder.load_state_dict(state, assign=True)
+    pack(holder, torch.device("cpu"), torch.float32)
+    return holder.output
+
+
+@torch.inference_mode()
+def run_blocks(checkpoint: Checkpoint, windows: list[Tensor], watch: Watch | None) -> list[Tensor]:
+    """States after the final norm [T, C] of each window of token ids, in fp32."""
+    config = ModelConfig.from_dict(checkpoint.config)
+    size = max(map(len, windows))
+    table = rope_table(size, config.head_dim, config.rope_theta, config.rope_scaling)
+    kv = KVCache(1, config.n_kv_head, size, config.head_dim, torch.float32).layer(0)
+    embedding = checkpoint.tensor(EMBEDDING)
+    states = [embedding[window].float() for window in windows]
+    for index in tqdm(range(config.n_layer), "blocks", disable=None, file=sys.stderr, leave=False):
+        block = load_block(checkpoint, config, index)
+        for name, module in block.named_modules() if watch else ():
+            if isinstance(module, nn.Linear):
+                layer = f"layers.{index}.{name}"
+                module.register_forward_pre_hook(lambda m, a, at=layer: watch(at, m, a[0]))
+        for at, x in enumerate(states):
+            slots = torch.arange(len(x))
+            mask = causal_mask(torch.zeros(1, dtype=torch.int64), len(x), slots)
+            states[at] = block(x, table[:, : len(x)], slots, mask, kv)
+    norm = RMSNorm(config.dim, config.norm_eps)
+    norm.weight.copy_(checkpoint.tensor("norm.weight"))
+    return [norm(x) for x in states]
+
+
+# ---------------------------------------------------------------- how each layer is quantised
+
+
+class Plan(NamedTuple):
+    mode: str
+    smoothing: Tensor | None = None  # fp32 [in], int8-dynamic
+    importance: Tensor | None = None  # fp32 [in], int4: how much an error in each column matters
+
+
+def layers_of(checkpoint: Checkpoint) -> dict[str, str]:
+    """Layer -> tensor with its weights, for every linear; a tied lm_head has the embedding's."""
+    layers = {
+        name.removesuffix(".weight"): name
+        for name, spec in checkpoint.specs.items()
+        if name.endswith(".weight") and len(spec.shape) == 2 and name != EMBEDDING
+    }
+    if checkpoint.config.get("tied") and "output" not in layers:
+        layers["output"] = EMBEDDING
+    return layers
+
+
+def smooth(weight: Tensor, inputs: Tensor) -> tuple[Tensor, float]:
+    """The best smoothing fp32 [in] for int8-dynamic, and the relative error of the outputs with it.
+
+    Dividing the inputs' columns by a power of their size, and multiplying those of the weights,
+    spreads the rounding error over both (SmoothQuant, arXiv 2211.10438, with one fixed power).
+    """
+    size = inputs.square().mean(0).sqrt()
+    size = size.clamp_min(float(size.max()) * 1e-4 + TINY)
+    rows = inputs[:: -(-len(inputs) // 64)]
+    expected = rows @ weight.t()
+    best: tuple[Tensor, float] = (torch.ones_like(size), math.inf)
+    for power in (0.0, 0.25, 0.5, 0.75):
+        smoothing = size**power
+        smoothing = smoothing / smoothing.log().mean().exp()
+        row_steps, row_scales = round_rows(rows / smoothing, 127)
+        steps, scales = quantize_int8(weight * smoothing)
+        outputs = (row_steps @ steps.float().t()) * scales * row_scales
+        errors = (outputs - expected).norm(dim=1) / expected.norm(dim=1).clamp_min(TINY)
+        error = float(errors.square().mean().sqrt())
+        if error < best[1]:
+            best = smoothing, error
+    return best
+
+
+def plan_layers(checkpoint: Checkpoint, mode: str) -> dict[str, Plan]:
+    """A plan for every linear; by calibration where the mode gains by it and the file is a target."""
+    plans = dict.fromkeys(layers_of(checkpoint), Plan(mode))
+    if checkpoint.kind != "target" or mode == "int8":
+        return plans
+    errors: dict[str, list[float]] = {}  # by kind of layer
+
+    def watch(layer: str, linear: nn.Linear, inputs: Tensor) -> None:
+        # The first token's activations are a class of their own, and only one row.
+        inputs = finite(inputs[1:], f"the input of {layer}", checkpoint.path)
+        if mode == "int4":
+            plans[layer] = Plan(mode, importance=inputs.square().mean(0))
+            return
+        smoothing, error = smooth(linear.weight, inputs)
+        plans[layer] = Plan(mode, smoothing)
+        errors.setdefault(kind_of(layer), []).append(error)
+
+    ids = torch.tensor(read_text(checkpoint, "calibration.txt")[:WINDOW])
+    hidden = run_blocks(checkpoint, [ids], watch)[0]
+    output = load_output(checkpoint, ModelConfig.from_dict(checkpoint.config))
+    with torch.inference_mode():
+        watch("output", output, hidden)
+    # By kind, not by layer: blocks that are alike share one compilation.
+    coarse = {kind for kind, each in errors.items() if sum(each) / len(each) > MOST_ERROR}
+    return {
+        layer: Plan("int8") if kind_of(layer) in coarse else plan for layer, plan in plans.items()
+    }
+
+
+def kind_of(layer: str) -> str:
+    """`attention.wo` of `layers.7.attention.wo`."""
+    return re.sub(r"^layers\.\d+\.", "", layer)
+
+
+# ---------------------------------------------------------------- files
+
+
+def finite(tensor: Tensor, name: str, path: Path) -> Tensor:
+    if not tensor.isfinite().all():
+        raise ValueError(
+            f"{name} in {path} holds NaN or infinity and cannot be quantised; fetch the model again"
+        )
+    return tensor
+
+
+def quantize_weight(weight: Tensor, plan: Plan, groupsize: int) -> dict[str, Tensor]:
+    """The stored tensors of one layer, by their short names."""
+    if plan.mode == "int4":
+        names = ("weight", "scales", "zeros")
+        return dict(zip(names, quantize_int4(weight, groupsize, plan.importance), strict=True))
+    if plan.mode == "int8":
+        return dict(zip(("weight", "scales"), quantize_int8(weight), strict=True))
+    smoothing = torch.ones(weight.shape[1]) if plan.smoothing is None else plan.smoothing
+    steps, scales = quantize_int8(weight.float() * smoothing)
+    return {"weight": steps, "scales": scales, "smoothing": smoothing}
+
+
+def quantized_tensors(
+    checkpoint: Checkpoint, plans: dict[str, Plan], groupsize: int
+) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of the quantised file, with a progress bar over the input's bytes."""
+    layers = {source: layer for layer, source in layers_of(checkpoint).items()}
+    total = sum(spec.nbytes for spec in checkpoint.specs.values())
+    with tqdm(
+        None, "quantising", total, unit="B", unit_scale=True, disable=None, file=sys.stderr
+    ) as bar:
+        for name, tensor in checkpoint.tensors():
+            layer = layers.get(name)
+            if layer is not None:
+                finite(tensor, name, checkpoint.path)
+                parts = quantize_weight(tensor, plans[layer], groupsize)
+                yield from ((f"{layer}.{part}", value) for part, value in parts.items())
+            if name != f"{layer}.weight":  # a tied embedding stays beside the lm_head made of it
+                yield name, tensor
+            bar.update(tensor.nbytes)
+
+
+def open_unquantized(path: Path) -> Checkpoint:
+    checkpoint = read_checkpoint(path)
+    if checkpoint.quantization is not None:
+        mode = checkpoint.quantization.get("mode")
+        raise ValueError(f"{path} is already quantised ({mode}); give the file it was made from")
+    return checkpoint
+
+
+def quantize_checkpoint(
+    path: Path, mode: str, groupsize: int = 128, out: Path | None = None
+) -> Path:
+    """Write the quantised form of a checkpoint and return its path.
+
+    Raises ValueError for what cannot be quantised; nothing is left behind then.
+    """
+    if mode not in LINEARS:
+        raise ValueError(f"mode {mode!r} is not known: give one of {', '.join(LINEARS)}")
+    if groupsize not in GROUPSIZES:
+        allowed = ", ".join(map(str, GROUPSIZES))
+        raise ValueError(f"group size {groupsize} is not allowed: give one of {allowed}")
+    checkpoint = open_unquantized(path)
+    suffix = f"int4_g{groupsize}" if mode == "int4" else mode
+    out = out or checkpoint.path.with_name(f"talon_{suffix}.safetensors")
+    plans = plan_layers(checkpoint, mode)
+    sources = layers_of(checkpoint)
+    gone = {f"{layer}.weight" for layer in sources}
+    specs = {name: spec for name, spec in checkpoint.specs.items() if name not in gone}
+    for layer, source in sources.items():
+        outputs, inputs = checkpoint.specs[source].shape
+        for part, spec in LINEARS[plans[layer].mode].specs(inputs, outputs, groupsize).items():
+            specs[f"{layer}.{part}"] = spec
+    write_checkpoint(
+        out,
+        kind=checkpoint.kind,
+        config=checkpoint.config,
+        specs=specs,
+        tensors=quantized_tensors(checkpoint, plans, groupsize),
+        quantization={
+            "mode": mode,
+            "groupsize": groupsize if mode == "int4" else None,
+            "layers": {layer: plan.mode for layer, plan in plans.items()},
+        },
+        source=checkpoint.source,
+    )
+    return out
+
+
+def describe(before: Path, after: Path, mode: str) -> str:
+    """Sizes, and which layers are not in the mode that was asked for."""
+    layers = read_checkpoint(after).quantization["layers"]
+    sizes = f"{before.stat().st_size / 1e6:.0f} MB -> {after.stat().st_size / 1e6:.0f} MB"
+    text = f"{after}: {sizes}, {len(layers)} linear layers in {mode}"
+    others = sorted({kind_of(layer) for layer, other in layers.items() if other != mode})
+    if others:
+        text += f"; but in int8, where int8 activations cost over {MOST_ERROR:.2%} of the outputs: "
+        text += ", ".join(others)
+    return text
+
+
+# ---------------------------------------------------------------- quality
+
+
+@torch.inference_mode()
+def predictions(checkpoint: Checkpoint, ids: list[int]) -> tuple[float, Tensor]:
+    """Perplexity of the ids, and the greedy choice int64 after each of them."""
+    windows = list(torch.tensor(ids).split(WINDOW))
+    output = load_output(checkpoint, ModelConfig.from_dict(checkpoint.config))
+    loss, choices = torch.zeros((), dtype=torch.float64), []
+    for window, states in zip(windows, run_blocks(checkpoint, windows, None), strict=True):
+        logits = torch.cat([output(rows) for rows in states.split(64)])
+        choices.append(logits.argmax(-1))
+        loss += F.cross_entropy(logits[:-1], window[1:], reduction="sum")
+    return math.exp(loss / (len(ids) - len(windows))), torch.cat(choices)
+
+
+def evaluate(path: Path, against: Path | None) -> Iterator[str]:
+    """Lines: perplexity on the text that ships with the project, and greedy tokens kept."""
+    checkpoint = read_checkpoint(path)
+    original = read_checkpoint(against or checkpoint.path.with_name("talon.safetensors"))
+    for each in (checkpoint, original):
+        if each.kind != "target":
+            raise ValueError(f"{each.path} is a head, which has no perplexity; give a target")
+    ids = read_text(original, "evaluation.txt")
+    before, expected = predictions(original, ids)
+    yield f"{original.path}: perplexity {before:.3f} on {len(ids)} tokens"
+    after, choices = predictions(checkpoint, ids)
+    same = (choices == expected).double().mean()
+    yield f"{path}: perplexity {after:.3f} ({after / before - 1:+.2%}), greedy tokens equal {same:.2%}"
+
+
+def main() -> int:
+    parser = Parser(prog="quantize.py", description="Quantise a checkpoint, target or head.")
+    add = parser.add_argument
+    add("--checkpoint_path", type=Path, help="the file to quantise (convert_hf_checkpoint.py)")
+    add("--mode", help=" | ".join(LINEARS))
+    add("--groupsize", type=int, default=128, help="int4: weights that share a scale and a zero")
+    add("--out", type=Path, help="the file to write; default: talon_MODE.safetensors beside it")
+    add("--evaluate", type=Path, help="print perplexity and greedy agreement of this file instead")
+    add("--against", type=Path, help="the original; default: talon.safetensors beside --evaluate")
+    arguments = parser.parse_args()
+    if arguments.evaluate is not None:
+        for line in evaluate(arguments.evaluate, arguments.against):
+            print(line, flush=True)
+        return 0
+    path, mode = arguments.checkpoint_path, arguments.mode
+    if path is None or mode is None:
+        parser.error("give --checkpoint_path and --mode, or --evaluate")
+    print(describe(path, quantize_checkpoint(path, mode, arguments.groupsize, arguments.out), mode))
+    return 0
+
+
+if __name__ == "__main__":
+    run(main)

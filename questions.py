@@ -1,0 +1,87 @@
+"""Prompts for measuring: the set that ships with the project, or any FastChat-style question.jsonl.
+
+One JSON object a line: `question_id`, `category` and `turns`, a list of user messages of which the first is used.
+Leaves out: what is measured with them (benchmark.py, tuning.py).
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from tokenizer import Tokenizer
+
+BUILT_IN = Path(__file__).parent / "assets" / "benchmark_prompts.jsonl"
+
+
+@dataclass(frozen=True)
+class Question:
+    line: int
+    question_id: int | str
+    category: str
+    text: str
+
+
+def read_questions(path: Path) -> tuple[list[Question], list[str]]:
+    """The questions of a file, and one sentence for every line that is not one."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError:
+        raise ValueError(f"question file {path} is not UTF-8 text: save it as UTF-8") from None
+    questions, problems = [], []
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            parsed = parse_question(number, line)
+            if isinstance(parsed, Question):
+                questions.append(parsed)
+            else:
+                problems.append(f"{path}, line {number}: {parsed}")
+    if not questions and not problems:
+        raise ValueError(f"question file {path} is empty: give one JSON object a line, with `turns`")
+    return questions, problems
+
+
+def parse_question(number: int, line: str) -> Question | str:
+    """The question of one line, or what is wrong with it."""
+    try:
+        value = json.loads(line)
+    except ValueError as error:
+        return f"not JSON ({error})"
+    if not isinstance(value, dict):
+        return "not a JSON object"
+    missing = [name for name in ("question_id", "category", "turns") if name not in value]
+    if missing:
+        return f"field {', '.join(missing)} is missing"
+    turns = value["turns"]
+    if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) for turn in turns):
+        return "turns must be a list of at least one text"
+    if not turns[0].strip():
+        return "the first turn is empty"
+    if not isinstance(value["question_id"], int | str) or not isinstance(value["category"], str):
+        return "question_id must be a number or a text, and category a text"
+    return Question(number, value["question_id"], value["category"], turns[0])
+
+
+def encode_question(question: Question, tokenizer: Tokenizer) -> list[int]:
+    """Token ids, as a chat's first message where the model has a template."""
+    if tokenizer.has_chat_template:
+        return tokenizer.encode_chat([{"role": "user", "content": question.text}])
+    return tokenizer.encode(question.text)
+
+
+def spread(questions: list[Question], count: int) -> list[Question]:
+    """`count` questions in file order, taken from the categories in turn; all of them where there are fewer."""
+    groups: dict[str, list[Question]] = {}
+    for question in questions:
+        groups.setdefault(question.category, []).append(question)
+    turns = range(max(map(len, groups.values()), default=0))
+    dealt = [group[turn] for turn in turns for group in groups.values() if turn < len(group)]
+    return sorted(dealt[:count], key=lambda question: question.line)
+
+
+def prompts_for(tokenizer: Tokenizer | None, vocab_size: int, count: int, longest: int) -> list[list[int]]:
+    """Built-in prompts as ids of at most `longest` tokens; without a tokenizer, made-up ids that repeat themselves."""
+    if tokenizer is None:
+        return [[(7 * n + 3 * (i % (5 + n)) + 1) % vocab_size for i in range(min(24, longest))] for n in range(count)]
+    questions, _ = read_questions(BUILT_IN)
+    chosen = spread(questions, count)
+    return [encode_question(question, tokenizer)[:longest] for question in chosen]

@@ -1,0 +1,275 @@
+"""Choosing a tree: recorded acceptance equals real acceptance, the choice follows from the costs, and it is kept."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from tiny import (
+    GOLDEN,
+    converted,
+    cycle_table,
+    decode,
+    random_head,
+    random_model,
+    table_head,
+    table_model,
+)
+
+import tuning
+from eagle_draft import EAGLE1_PATHS, NO_TREE, dynamic_tree, parse_tree
+from engine import Decoder
+from generate import load, main
+from sampling import SamplingConfig
+from tuning import Candidate, Choice, Costs, Racer, Recording
+
+PROMPTS = [[1, 2, 3], [5, 6, 9, 2], [7, 3]]
+GREEDY = SamplingConfig()
+
+
+def noisy_pair():
+    """A target with two likely followers of every token, and a head that mixes up some."""
+    torch.manual_seed(5)
+    table = (cycle_table(24, gap=3.0) + torch.randn(24, 24)).log_softmax(-1)
+    model = table_model(table, max_seq_length=512)
+    return model, table_head(model, tuple(range(0, 24, 3)))
+
+
+@pytest.fixture(scope="module")
+def recording() -> Recording:
+    model, head = noisy_pair()
+    decoder = Decoder(model, 400, head, dynamic_tree(24, 5, 6), compile=False)
+    return tuning.record(decoder, PROMPTS, 100, SamplingConfig(1.0, seed=3))
+
+
+def measured(tree, sampling, budget=100) -> float:
+    """Mean accepted nodes of really decoding the same texts."""
+    model, head = noisy_pair()
+    decoder = Decoder(model, 400, head, tree, compile=False)
+    runs = [decode(decoder, ids, budget, sampling) for ids in PROMPTS]
+    return sum(r.stats.emitted for r in runs) / sum(r.stats.rounds for r in runs) - 1
+
+
+@pytest.mark.parametrize("text", ["chain:3", "static", "dynamic:nodes=8,levels=3,top_k=3", "dynamic:nodes=16,levels=5,top_k=6"])
+def test_recorded_acceptance_foretells_that_of_real_decoding(recording, text):
+    tree = parse_tree(text)
+    if text.startswith("dynamic"):
+        foretold = tuning.dynamic_acceptance(recording, tree.top_k, tree.levels, [tree.nodes])[tree.nodes]
+    else:
+        paths = EAGLE1_PATHS if text == "static" else [[0], [0, 0], [0, 0, 0]]
+        foretold = tuning.paths_acceptance(recording, paths)
+    assert foretold == pytest.approx(measured(tree, SamplingConfig(1.0, seed=3)), abs=0.4)
+
+
+def test_the_probe_tree_is_selected_again_exactly(recording):
+    """The recorded rounds really accepted what counting says the same tree would."""
+    again = tuning.dynamic_acceptance(recording, 6, 5, [24])[24]
+    model, head = noisy_pair()
+    decoder, accepted = Decoder(model, 400, head, dynamic_tree(24, 5, 6), compile=False), []
+    decoder.sampling.set(SamplingConfig(1.0, seed=3))
+    for text, prompt in recording.texts:
+        with torch.inference_mode():
+            decoder.prefill(text[:prompt], 0, "sample")
+            at = prompt
+            while len(text) - at > 5:
+                decoder.round(decoder.slots(at + 30), "sample")
+                count = int(decoder.report[0])
+                accepted.append(count - 1)
+                at += count
+    assert again == pytest.approx(np.mean(accepted))
+
+
+def test_lookup_acceptance_equals_that_of_real_decoding():
+    model, head = random_model(max_seq_length=512), None
+    plain = Decoder(model, 400, compile=False)
+    texts = [(ids + decode(plain, ids, 120).tokens, len(ids)) for ids in ([3, 1, 4], [9, 2, 6, 5])]
+    empty = np.zeros((0, 0))
+    recording = Recording(NO_TREE, empty, empty, empty, texts)
+    decoder = Decoder(model, 400, head, parse_tree("lookup:3"), compile=False)
+    runs = [decode(decoder, ids, 120) for ids in ([3, 1, 4], [9, 2, 6, 5])]
+    real = sum(r.stats.emitted for r in runs) / sum(r.stats.rounds for r in runs) - 1
+    assert tuning.lookup_acceptance(recording, 3) == pytest.approx(real, abs=0.1)
+
+
+def test_likely_paths_are_a_tree_of_the_most_frequent_ranks(recording):
+    paths = tuning.likely_paths(recording, 12, 4)
+    known = {tuple(path) for path in paths}
+    assert len(paths) <= 11 and [0] in paths
+    assert all(path[:-1] in known for path in known if len(path) > 1)
+    shares = [tuning.paths_acceptance(recording, tuning.likely_paths(recording, n, 4)) for n in (2, 4, 8, 16)]
+    assert shares == sorted(shares)
+
+
+def test_cheap_rows_choose_a_large_tree_and_dear_rows_a_small_one(recording):
+    flat = Costs({1: 1.0, 64: 1.0}, {1: 0.001, 10: 0.001})
+    steep = Costs({1: 1.0, 64: 64.0}, {1: 0.5, 10: 0.5}, 0.1, 0.1)
+    best = {name: max(tuning.candidates(recording, c), key=lambda c: c.speed) for name, c in (("flat", flat), ("steep", steep))}
+    assert best["flat"].tree.nodes > best["steep"].tree.nodes
+    assert best["flat"].tokens > best["steep"].tokens
+
+
+def test_costs_interpolate_between_what_was_measured():
+    costs = Costs({1: 1.0, 3: 2.0, 9: 5.0}, {1: 0.1, 5: 0.5}, first=0.01, learn=0.02)
+    assert [tuning.interpolate(costs.rows, n) for n in (1, 2, 3, 6, 9, 50)] == [1, 1.5, 2, 3.5, 5, 5]
+    assert costs.round(NO_TREE) == 1.0
+    assert costs.round(parse_tree("chain:2")) == pytest.approx(2.0 + 0.03 + 0.1)
+    assert costs.round(parse_tree("lookup:2")) == 2.0
+
+
+class Fixed:
+    """A racer with a known result."""
+
+    def __init__(self, tokens: int, rounds: int, seconds: float) -> None:
+        racer = Racer(None)
+        racer.tokens, racer.rounds, racer.seconds = tokens, rounds, seconds
+        self.racer = racer
+
+
+@pytest.mark.parametrize(("gain", "drafts"), [(0.7, False), (1.0, False), (1.01, False), (1.1, True), (2.0, True)])
+def test_drafting_is_chosen_only_when_the_race_says_it_wins(recording, gain, drafts):
+    costs = Costs({1: 1.0, 64: 1.0}, {1: 0.1, 10: 0.1})
+    candidate = Candidate(parse_tree("chain:3"), "chain", 2.0, 1.5)
+    racers = [Fixed(100, 100, 10.0).racer, Fixed(int(1000 * gain), 500, 100.0).racer]
+    choice = tuning.decide(racers, [candidate], costs, recording, [candidate])
+    assert (choice.tree != NO_TREE) is drafts
+    assert choice.break_even == (pytest.approx(2.0) if drafts else 1.0)
+    assert ("plain decoding, since nothing beats it" in choice.describe()) is not drafts
+
+
+def test_no_finalist_means_plain_decoding(recording):
+    costs = Costs({1: 1.0, 64: 640.0}, {1: 9.0, 10: 9.0})
+    found = [c for c in tuning.candidates(recording, costs) if c.tree.nodes > 8]
+    assert tuning.finalists(found, 1 / costs.round(NO_TREE)) == []
+    assert tuning.decide([Fixed(100, 100, 10.0).racer], [], costs, recording, found).tree == NO_TREE
+
+
+def test_the_finalists_are_the_best_of_each_kind_and_at_most_three(recording):
+    costs = Costs({1: 1.0, 64: 1.2}, {1: 0.01, 10: 0.02})
+    found = tuning.candidates(recording, costs)
+    chosen = tuning.finalists(found, 1.0)
+    assert 1 <= len(chosen) <= 3 and len({c.kind for c in chosen}) == len(chosen)
+    assert chosen[0].speed == max(c.speed for c in found)
+
+
+@pytest.mark.parametrize("kind", ["sampled", "greedy"])
+def test_a_whole_tuning_names_a_tree_that_decodes_the_same_ids(kind):
+    model, head = noisy_pair()
+    sampling = SamplingConfig(1.0) if kind == "sampled" else GREEDY
+    choice = tuning.tune(model, head, PROMPTS, sampling, compile=False, budget=24)
+    assert choice.gain > 0 and choice.break_even >= 1
+    draft = head if choice.tree.needs_head else None
+    decoder = Decoder(model, 300, draft, choice.tree, compile=False)
+    decoder.fall_back_below(choice.break_even)
+    assert decode(decoder, [4, 4], 150, sampling).tokens == (
+        decode(Decoder(model, 300, compile=False), [4, 4], 150, sampling).tokens
+    )
+    again = Choice.from_json(json.loads(json.dumps(choice.to_json())))
+    assert (again.tree, again.gain, again.break_even) == (choice.tree, choice.gain, choice.break_even)
+
+
+def test_a_small_draft_vocabulary_bounds_the_trees():
+    model = random_model(max_seq_length=256)
+    head = random_head(model, "eagle3", draft_vocab_size=5)
+    choice = tuning.tune(model, head, [[1, 2], [3]], GREEDY, compile=False, budget=12)
+    assert choice.tree.top_k <= 5
+
+
+def test_a_tuned_static_tree_survives_the_file(tmp_path):
+    paths = [[0], [1], [0, 0]]
+    tree = tuning.static_tree(paths, "static:nodes=4 (tuned)")
+    choice = Choice(tree, 1.5, 1.2, {"race": [], "paths": paths})
+    checkpoint = tmp_path / "t.safetensors"
+    tuning.keep(checkpoint, "a", choice)
+    tuning.keep(checkpoint, "b", Choice(NO_TREE, 0.9, 1.0, {"paths": None}))
+    assert tuning.recall(checkpoint, "a").tree == tree
+    assert tuning.recall(checkpoint, "b").tree == NO_TREE
+    assert tuning.recall(checkpoint, "c") is None
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"version": 9, "choices": {}}', '{"version": 1, "choices": {"a": {"tree": "oak"}}}'])
+def test_a_damaged_cache_is_measured_again_and_replaced(tmp_path, content):
+    checkpoint = tmp_path / "t.safetensors"
+    tuning.cache_path(checkpoint).write_text(content)
+    assert tuning.recall(checkpoint, "a") is None
+    tuning.keep(checkpoint, "a", Choice(NO_TREE, 1.0, 1.0, {"paths": None}))
+    assert tuning.recall(checkpoint, "a").tree == NO_TREE
+
+
+def test_the_key_changes_with_everything_the_answer_depends_on(tmp_path):
+    files = []
+    for name in "abc":
+        files.append(tmp_path / name)
+        files[-1].write_bytes(name.encode() * 5000)
+    base = (files[0], files[1], "cpu", "fp32", "greedy", True)
+    keys = {tuning.cache_key(*base)}
+    for index, value in enumerate((files[2], files[2], "gpu", "int8", "sample", False)):
+        keys.add(tuning.cache_key(*base[:index], value, *base[index + 1 :]))
+    assert len(keys) == 7
+    files[0].write_bytes(b"a" * 4999 + b"x")
+    assert tuning.cache_key(*base) not in keys
+
+
+# ---------------------------------------------------------------- the command line
+
+
+@pytest.fixture
+def files(tmp_path):
+    base = GOLDEN / "eagle2_tiny_seed0"
+    target, head = tmp_path / "target.safetensors", tmp_path / "head.safetensors"
+    converted.__wrapped__(base / "target", target)
+    converted.__wrapped__(base / "head", head)
+    return target, head
+
+
+def generate(files, *extra: str) -> int:
+    arguments = ["--checkpoint_path", str(files[0]), "--draft_checkpoint_path", str(files[1]), "--no_compile"]
+    return main([*arguments, "--prompt_ids", "1 2 3", "--max_new_tokens", "12", "--ignore_eos", *extra])
+
+
+def fixed_choice(monkeypatch, tree: str) -> list[int]:
+    """Replace the measuring; returns a list that grows with every call."""
+    calls = []
+
+    def tune(*_, **__):
+        calls.append(1)
+        return Choice(parse_tree(tree), 1.4, 1.3, {"paths": None})
+
+    monkeypatch.setattr(tuning, "tune", tune)
+    return calls
+
+
+def test_auto_measures_once_and_retune_measures_again(files, monkeypatch, capsys):
+    calls = fixed_choice(monkeypatch, "chain:2")
+    assert generate(files) == generate(files) == 0
+    assert len(calls) == 1
+    assert "tree auto: chain:2, 1.40 times plain" in capsys.readouterr().err
+    assert generate(files, "--retune") == 0
+    assert len(calls) == 2
+    generate(files, "--temperature", "1")  # another acceptance: another measurement
+    assert len(calls) == 3
+
+
+def test_auto_decodes_plainly_and_says_so_where_drafting_loses(files, monkeypatch, capsys):
+    fixed_choice(monkeypatch, "none")
+    assert generate(files, "--check") == 0
+    assert "plain decoding, since nothing beats it" in capsys.readouterr().err
+
+
+def test_a_library_load_uses_the_preset_and_then_what_was_measured(files, monkeypatch):
+    calls = fixed_choice(monkeypatch, "chain:2")
+    assert load(*files, compile=False, max_seq_length=64).card["tree"] == "static" and not calls
+    engine = load(*files, compile=False, max_seq_length=64, tune="once")
+    assert engine.decoder.tree == parse_tree("chain:2") and engine.decoder.pace.break_even == 1.3
+    assert load(*files, compile=False, max_seq_length=64).card["tree"] == "chain:2" and len(calls) == 1
+    assert load(*files, tree="chain:1", compile=False, max_seq_length=64).card["tree"] == "chain:1"
+
+
+def test_a_directory_that_cannot_be_written_is_a_note_not_an_error(files, monkeypatch, capsys):
+    fixed_choice(monkeypatch, "chain:2")
+
+    def refuse(*_):
+        raise PermissionError("read-only file system")
+
+    monkeypatch.setattr(tuning, "keep", refuse)
+    assert generate(files) == 0
+    assert "cannot be kept" in capsys.readouterr().err

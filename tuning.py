@@ -1,0 +1,563 @@
+"""Which tree pays on this machine with this head: what `--tree auto` measures, decides and remembers.
+
+Three steps. Costs: a target forward at 1 to 64 rows, a draft level at several widths. Acceptance: one decoding of
+built-in prompts with a wide tree, whose every candidate is kept; from these recordings the acceptance of any chain,
+static or dynamic tree follows by counting, and that of lookup from the texts themselves. Race: the best of each kind
+decode the prompts beside plain decoding, in turns; the fastest one that beats plain is chosen, else plain.
+The answer is kept beside the checkpoint, for the device, the precision and the files it was measured with.
+
+Leaves out: the command lines (generate.py, benchmark.py), falling back within a text (fallback.py).
+"""
+
+import hashlib
+import itertools
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from checkpoint import atomic_file
+from eagle_draft import (
+    EAGLE1_PATHS,
+    NO_TREE,
+    DraftHead,
+    EagleDrafter,
+    Tree,
+    chain,
+    dynamic_tree,
+    parse_tree,
+    static_tree,
+)
+from engine import Decoder, Generation, compile_region
+from model import Transformer
+from sampling import SamplingConfig
+
+ROWS = (1, 4, 8, 16, 32, 64)  # of a target forward; other counts are interpolated
+BEAMS = (1, 4, 10)  # of a draft level
+NODES = (4, 8, 16, 24, 32, 48, 64)  # of the static and dynamic trees that are considered
+PROBE = {"nodes": 32, "levels": 8, "top_k": 10}  # the tree whose candidates are recorded
+LEAST_GAIN = 1.02  # over plain decoding; less is noise, and plain is simpler
+VERSION = 1
+
+
+# ---------------------------------------------------------------- costs
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds on this machine. rows: one target forward by row count; level: one draft level by beam width."""
+
+    rows: dict[int, float]
+    level: dict[int, float] = field(default_factory=dict)
+    first: float = 0.0  # the root's children and the selection
+    learn: float = 0.0  # the head's pass over what was accepted
+
+    def draft(self, tree: Tree) -> float:
+        if not tree.needs_head:
+            return 0.0
+        return self.first + self.learn + (tree.levels - 1) * interpolate(self.level, tree.beam)
+
+    def round(self, tree: Tree) -> float:
+        return interpolate(self.rows, tree.nodes) + self.draft(tree)
+
+
+def interpolate(points: dict[int, float], at: int) -> float:
+    """Piecewise linear between the measured counts, constant outside them."""
+    known = sorted(points)
+    return float(np.interp(at, known, [points[count] for count in known]))
+
+
+def seconds(call: Callable[[], object], device: torch.device, repeats: int = 7) -> float:
+    """Median seconds of `call` after it has compiled; on a GPU of the replay of its CUDA graph."""
+    with torch.inference_mode():
+        call()
+        call()
+        if device.type != "cuda":
+            return statistics.median(timed(call) for _ in range(repeats))
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            call()
+        return statistics.median(timed_replay(graph) for _ in range(repeats))
+
+
+def timed(call: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    call()
+    return time.perf_counter() - started
+
+
+def timed_replay(graph: torch.cuda.CUDAGraph) -> float:
+    before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    before.record()
+    graph.replay()
+    after.record()
+    after.synchronize()
+    return before.elapsed_time(after) / 1e3
+
+
+def target_pass(decoder: Decoder, rows: int, committed: int) -> Callable[[], object]:
+    """A target forward over `rows` nodes behind `committed` tokens, down to the accepted path."""
+    device, model = decoder.device, decoder.model
+    tokens = torch.arange(rows, device=device) % model.config.vocab_size
+    parents = (torch.arange(rows, device=device) - 1).clamp(min=0)
+    ancestors = torch.ones(rows, rows, dtype=torch.bool, device=device).tril()
+    slots, length = decoder.slots(committed + rows), decoder.length.clone().fill_(committed)
+
+    def run() -> object:
+        return decoder.run_target((tokens, parents, ancestors), length, slots, "greedy", 1)
+
+    return run
+
+
+def row_costs(decoder: Decoder, rows: Iterable[int], committed: int) -> dict[int, float]:
+    return {n: seconds(target_pass(decoder, n, committed), decoder.device) for n in rows}
+
+
+def head_costs(decoder: Decoder, head: DraftHead, beams: Iterable[int], committed: int, compile: bool) -> Costs:
+    """Costs without `rows`: levels by beam width, and the two parts that every round has."""
+    device, levels = decoder.device, {}
+    compiled = compile_region if compile else lambda function: function
+    length = decoder.length.clone().fill_(committed)
+    root, slots = decoder.root, decoder.slots(committed + 64)
+    for beam in sorted(set(beams)):
+        times = {}
+        for depth in (2, 4):
+            tree = chain(depth) if beam == 1 else dynamic_tree(min(16, beam + 1), depth, beam)
+            drafter = EagleDrafter(head, tree, decoder.cache.rows, compiled)
+            times[depth] = seconds(lambda d=drafter: d.propose(root, length, slots, decoder.sampling, "greedy"), device)
+        levels[beam] = max((times[4] - times[2]) / 2, 1e-9)
+        first = max(times[2] - levels[beam], 0.0)
+    count = len(drafter.feature_layers) or 1
+    features = [torch.zeros(6, head.config.target_dim, dtype=drafter.hidden.dtype, device=device)] * count
+    path, last = torch.arange(6, device=device), torch.tensor([2], device=device)
+    learn = seconds(lambda: drafter.learn(features, path, path, length, last, slots), device)
+    return Costs({}, levels, first, learn)
+
+
+# ---------------------------------------------------------------- acceptance
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What the head guessed in R rounds of the probe tree, and which of it came true. M candidates, L levels.
+
+    scores: fp64 [R, M]; parents: int64 [R, M], flat; truth: int64 [R, L], flat index of the true token's candidate
+    at each depth, -1 from the first depth at which the recorded candidates miss it. texts: prompt and answer ids,
+    with the prompt's length.
+    """
+
+    tree: Tree
+    scores: np.ndarray
+    parents: np.ndarray
+    truth: np.ndarray
+    texts: list[tuple[list[int], int]]
+
+    @property
+    def ranks(self) -> np.ndarray:
+        """int64 [R, L]: the rank of the true token among its siblings; -1 where it was missed."""
+        return np.where(self.truth < 0, -1, self.truth % self.tree.top_k)
+
+
+def record(decoder: Decoder, prompts: list[list[int]], budget: int, sampling: SamplingConfig) -> Recording:
+    """Decode with a dynamic tree, eyes on every candidate. Rounds too close to a text's end tell nothing: dropped."""
+    tree, drafter, seen = decoder.tree, decoder.drafter, []
+    select = drafter.select
+
+    def spy(tokens: torch.Tensor, scores: torch.Tensor, parents: torch.Tensor, *rest: int) -> object:
+        seen.append((decoder.length.clone(), tokens.clone(), scores.clone(), parents.clone()))
+        return select(tokens, scores, parents, *rest)
+
+    drafter.select = spy
+    rows, texts = [], []
+    decoder.sampling.set(sampling)
+    for ids in prompts:
+        seen.clear()
+        text = decode_unlaunched(decoder, ids, budget + tree.levels, sampling.kind)
+        texts.append((text, len(ids)))
+        for length, *round_ in seen:
+            ahead = text[int(length) + 1 :][: tree.levels]
+            if len(ahead) == tree.levels:
+                tokens, scores, parents = (tensor.cpu().numpy() for tensor in round_)
+                rows.append((scores.astype(np.float64), parents, true_path(tree, tokens, parents, ahead)))
+    drafter.select = select
+    scores, parents, truth = (np.array(column) for column in zip(*rows, strict=True))
+    return Recording(tree, scores, parents, truth, texts)
+
+
+@torch.inference_mode()
+def decode_unlaunched(decoder: Decoder, ids: list[int], budget: int, kind: str) -> list[int]:
+    """Decode by plain calls of the round, without a graph, past any stop token. Returns prompt and answer."""
+    decoder.cached = []
+    text = [*ids, decoder.prefill(ids, 0, kind)]
+    while len(text) < len(ids) + budget and len(text) + decoder.tree.levels < decoder.max_seq_length:
+        decoder.round(decoder.slots(len(text) + decoder.reach), kind)
+        count, *tokens = decoder.report.tolist()
+        text += tokens[:count]
+    return text
+
+
+def true_path(tree: Tree, tokens: np.ndarray, parents: np.ndarray, ahead: list[int]) -> list[int]:
+    """Flat index of the candidate that is true at each depth, -1 from the first miss on."""
+    path, parent = [], -1
+    for level, token in enumerate(ahead, start=1):
+        start = tree.block(level)
+        block = slice(start, start + (tree.top_k if level == 1 else tree.beam * tree.top_k))
+        found = np.flatnonzero((tokens[block] == token) & (parents[block] == parent))
+        if not len(found):
+            return path + [-1] * (len(ahead) - len(path))
+        parent = start + int(found[0])
+        path.append(parent)
+    return path
+
+
+def paths_acceptance(recording: Recording, paths: Iterable[Iterable[int]]) -> float:
+    """Mean accepted nodes of a static tree given by its rank paths."""
+    kept = {tuple(path) for path in paths}
+    return float(np.mean([accepted_depth(ranks, kept) for ranks in recording.ranks.tolist()]))
+
+
+def accepted_depth(ranks: list[int], kept: set[tuple[int, ...]]) -> int:
+    """How far the true path stays inside the tree."""
+    depth = 0
+    while depth < len(ranks) and tuple(ranks[: depth + 1]) in kept:
+        depth += 1
+    return depth
+
+
+def dynamic_acceptance(recording: Recording, top_k: int, levels: int, nodes: Iterable[int]) -> dict[int, float]:
+    """Mean accepted nodes of dynamic trees of several sizes, by selecting again from what was recorded."""
+    tree, scores = recording.tree, recording.scores
+    count = scores.shape[0]
+    rank = np.arange(scores.shape[1]) % tree.top_k
+    allowed = np.zeros(scores.shape, dtype=bool)
+    beam = np.zeros(scores.shape, dtype=bool)
+    for level in range(1, levels + 1):
+        start = tree.block(level)
+        block = np.arange(start, start + (tree.top_k if level == 1 else tree.beam * tree.top_k))
+        grown = np.broadcast_to(rank[block] < top_k, (count, len(block)))
+        if level > 1:
+            grown = grown & np.take_along_axis(beam, recording.parents[:, block], 1)
+        allowed[:, block] = grown
+        best = np.argsort(np.where(grown, -scores[:, block], np.inf), axis=1, kind="stable")[:, :top_k]
+        expanded = np.zeros_like(grown)
+        np.put_along_axis(expanded, best, True, 1)
+        beam[:, block] = expanded & grown
+    order = np.argsort(np.where(allowed, -scores, np.inf), axis=1, kind="stable")
+    place = np.argsort(order, axis=1)  # of every candidate in the order of selection
+    truth = recording.truth[:, :levels]
+    at = np.where(truth < 0, 0, truth)
+    usable = (truth >= 0) & np.take_along_axis(allowed, at, 1)
+    places = np.where(usable, np.take_along_axis(place, at, 1), place.shape[1])
+    return {n: float((places < n - 1).cumprod(1).sum(1).mean()) for n in nodes}
+
+
+def lookup_acceptance(recording: Recording, count: int) -> float:
+    """Mean accepted tokens of `lookup:count`, by running it over the texts as decoding would."""
+    from lookup_draft import look_up  # only here, so that a reader meets it where it is used
+
+    total = rounds = 0
+    for text, prompt in recording.texts:
+        history = torch.tensor([-1, *text[1:]])
+        slots = torch.arange(len(text))
+        at = prompt
+        while at + count < len(text):
+            guesses = look_up(history, torch.tensor([at]), slots, count).tolist()
+            ahead = text[at + 1 : at + 1 + count]
+            good = next((i for i in range(count) if guesses[i] != ahead[i]), count)
+            total, rounds, at = total + good, rounds + 1, at + good + 1
+    return total / max(rounds, 1)
+
+
+def likely_paths(recording: Recording, nodes: int, levels: int) -> list[list[int]]:
+    """The `nodes - 1` rank paths that are most often true, by the measured share of each rank at each depth."""
+    ranks = recording.ranks
+    share = []
+    for depth in range(levels):
+        reached = ranks[:, depth][(ranks[:, :depth] >= 0).all(1)]
+        counts = np.bincount(reached[reached >= 0], minlength=recording.tree.top_k)
+        share.append(counts / max(len(reached), 1))
+    ready = [((rank,), float(share[0][rank])) for rank in range(recording.tree.top_k)]
+    chosen: list[list[int]] = []
+    while ready and len(chosen) < nodes - 1:
+        ready.sort(key=lambda item: (-item[1], item[0]))
+        path, value = ready.pop(0)
+        if value <= 0:
+            break
+        chosen.append(list(path))
+        if len(path) < levels:
+            following = share[len(path)]
+            ready += [((*path, rank), value * float(following[rank])) for rank in range(len(following))]
+    return chosen
+
+
+# ---------------------------------------------------------------- the choice
+
+
+@dataclass(frozen=True)
+class Candidate:
+    tree: Tree
+    kind: str  # chain | static | dynamic | lookup
+    tokens: float  # expected per round, the bonus included
+    seconds: float  # expected per round
+    paths: tuple[tuple[int, ...], ...] | None = None  # of a static tree made here
+
+    @property
+    def speed(self) -> float:
+        return self.tokens / self.seconds
+
+
+def candidates(recording: Recording, costs: Costs) -> list[Candidate]:
+    """Every tree that is considered, with what the measurements promise."""
+    levels, width = recording.tree.levels, recording.tree.top_k
+    found = []
+
+    def add(kind: str, tree: Tree, accepted: float, paths: list[list[int]] | None = None) -> None:
+        made = tuple(map(tuple, paths)) if paths else None
+        found.append(Candidate(tree, kind, 1 + accepted, costs.round(tree), made))
+
+    for length in range(1, min(7, levels) + 1):
+        tree = chain(length)
+        add("chain", tree, paths_acceptance(recording, [[0] * d for d in range(1, length + 1)]))
+    if max(rank for path in EAGLE1_PATHS for rank in path) < width:
+        add("static", parse_tree("static"), paths_acceptance(recording, EAGLE1_PATHS))
+    for nodes, depth in itertools.product(NODES, (2, 3, 4, 6)):
+        paths = likely_paths(recording, nodes, min(depth, levels))
+        if paths:
+            tree = static_tree(paths, f"static:nodes={len(paths) + 1} (tuned)")
+            add("static", tree, paths_acceptance(recording, paths), paths)
+    for top_k, depth in itertools.product(sorted({min(k, width) for k in (2, 4, 6, 10)}), range(1, levels + 1)):
+        fitting = [n for n in NODES if n - 1 <= top_k + (depth - 1) * top_k * top_k]
+        for nodes, accepted in dynamic_acceptance(recording, top_k, depth, fitting).items():
+            add("dynamic", dynamic_tree(nodes, depth, top_k), accepted)
+    for count in (2, 3, 5, 7, 10, 15):
+        add("lookup", parse_tree(f"lookup:{count}"), lookup_acceptance(recording, count))
+    return found
+
+
+def finalists(found: list[Candidate], plain_speed: float) -> list[Candidate]:
+    """The best of each kind, as far as it may win; the race decides among them."""
+    best = [
+        max((c for c in found if c.kind == kind), key=lambda c: c.speed)
+        for kind in ("chain", "static", "dynamic", "lookup")
+        if any(c.kind == kind for c in found)
+    ]
+    top = max(c.speed for c in best)
+    chosen = [c for c in best if c.speed > 0.8 * max(top, plain_speed)]
+    return sorted(chosen, key=lambda c: -c.speed)[:3]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The answer. gain: speed over plain decoding; break_even: a round's cost in plain rounds."""
+
+    tree: Tree
+    gain: float
+    break_even: float
+    report: dict
+
+    def to_json(self) -> dict:
+        paths = self.report["paths"]
+        return {"tree": self.tree.name, "paths": paths, "gain": self.gain, "break_even": self.break_even,
+                "report": {k: v for k, v in self.report.items() if k != "paths"}}  # fmt: skip
+
+    @classmethod
+    def from_json(cls, values: dict) -> "Choice":
+        paths = values["paths"]
+        tree = static_tree(paths, values["tree"]) if paths else parse_tree(values["tree"])
+        report = {**values["report"], "paths": paths}
+        return cls(tree, float(values["gain"]), float(values["break_even"]), report)
+
+    def describe(self) -> str:
+        if self.tree == NO_TREE:
+            return f"tree auto: plain decoding, since nothing beats it here (best: {self.gain:.2f} of plain)"
+        return f"tree auto: {self.tree.name}, {self.gain:.2f} times plain decoding on the tuning prompts"
+
+
+class Racer:
+    """One decoder in the race, and what it has used so far."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self.decoder = decoder
+        self.tokens = self.rounds = 0
+        self.seconds = 0.0
+
+    def run(self, ids: list[int], budget: int, sampling: SamplingConfig) -> None:
+        self.decoder.cached = []
+        generation = Generation(self.decoder, ids, sampling, budget)
+        for _ in generation:
+            pass
+        stats = generation.stats
+        self.tokens, self.rounds = self.tokens + stats.emitted, self.rounds + stats.rounds
+        self.seconds += stats.decode_s
+
+    @property
+    def speed(self) -> float:
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def round_s(self) -> float:
+        return self.seconds / max(self.rounds, 1)
+
+
+def race(racers: list[Racer], prompts: list[list[int]], budget: int, sampling: SamplingConfig) -> None:
+    """All of them on every prompt, in turns, in an order that changes from prompt to prompt."""
+    for racer in racers:
+        racer.decoder.warm_up(sampling.kind)
+    for index, ids in enumerate(prompts):
+        turn = index % len(racers)
+        for racer in racers[turn:] + racers[:turn]:
+            racer.run(ids, budget, sampling)
+
+
+def tune(
+    model: Transformer,
+    head: DraftHead | None,
+    prompts: list[list[int]],
+    sampling: SamplingConfig = SamplingConfig(),
+    compile: bool = True,
+    budget: int = 48,
+    say: Callable[[str], None] = lambda text: None,
+) -> Choice:
+    """Measure and choose. `prompts` are token ids; the whole takes a minute or two on a small model."""
+    context = min(model.config.max_seq_length, max(map(len, prompts)) + budget + 80)
+    plain = Decoder(model, context, compile=compile)
+    committed = min(256, context // 2)
+    say("tuning: measuring what rows and draft levels cost here ...")
+    costs = Costs(row_costs(plain, ROWS, committed))
+    if head is None:
+        raise ValueError("tuning needs a head: give --draft_checkpoint_path")
+    width = min(PROBE["top_k"], head.config.draft_vocab_size)
+    levels = min(PROBE["levels"], max(context // 4, 1))
+    beams = [beam for beam in BEAMS if beam <= width]
+    parts = head_costs(plain, head, beams, committed, compile)
+    costs = Costs(costs.rows, parts.level, parts.first, parts.learn)
+    probe = dynamic_tree(min(PROBE["nodes"], width + (levels - 1) * width**2 + 1), levels, width)
+    say("tuning: recording what the head guesses ...")
+    recording = record(Decoder(model, context, head, probe, compile), prompts, budget, sampling)
+    found = candidates(recording, costs)
+    chosen = finalists(found, 1 / costs.round(NO_TREE))
+    say(f"tuning: racing {', '.join(c.tree.name for c in chosen) or 'nothing'} against plain decoding ...")
+    racers = [Racer(plain), *(Racer(Decoder(model, context, head, c.tree, compile)) for c in chosen)]
+    race(racers, prompts, budget, sampling)
+    return decide(racers, chosen, costs, recording, found)
+
+
+def decide(
+    racers: list[Racer], chosen: list[Candidate], costs: Costs, recording: Recording, found: list[Candidate]
+) -> Choice:
+    """The fastest racer, if it beats plain decoding (the first of `racers`) by more than noise."""
+    plain = racers[0]
+    raced = [
+        {"tree": c.tree.name, "tokens_per_s": r.speed, "gain": r.speed / plain.speed,
+         "acceptance_length": r.tokens / r.rounds, "round_s": r.round_s,
+         "predicted_gain": c.speed * costs.round(NO_TREE), "predicted_acceptance_length": c.tokens}
+        for c, r in zip(chosen, racers[1:], strict=True)
+    ]  # fmt: skip
+    considered = sorted(found, key=lambda c: -c.speed)[:10]
+    report = {
+        "plain_tokens_per_s": plain.speed,
+        "race": raced,
+        "costs": asdict(costs),
+        "best_predictions": [(c.tree.name, c.speed * costs.round(NO_TREE)) for c in considered],
+        "accepted_by_depth_and_rank": depth_and_rank(recording),
+        "paths": None,
+    }
+    best = max(range(len(raced)), key=lambda i: raced[i]["gain"], default=None)
+    if best is None or raced[best]["gain"] < LEAST_GAIN:
+        gain = raced[best]["gain"] if raced else considered[0].speed * costs.round(NO_TREE)
+        return Choice(NO_TREE, gain, 1.0, report)
+    paths = chosen[best].paths
+    report["paths"] = [list(path) for path in paths] if paths else None
+    break_even = max(racers[best + 1].round_s / plain.round_s, 1.0)
+    return Choice(chosen[best].tree, raced[best]["gain"], break_even, report)
+
+
+def depth_and_rank(recording: Recording) -> list[list[float]]:
+    """[L][K]: share of all rounds in which the true path reached this depth by a child of this rank."""
+    ranks, width = recording.ranks, recording.tree.top_k
+    return [
+        (np.bincount(column[column >= 0], minlength=width) / max(len(column), 1)).round(4).tolist()
+        for column in ranks.T
+    ]
+
+
+# ---------------------------------------------------------------- remembering
+
+
+def settle(
+    files: tuple[Path, Path],
+    setting: tuple[str, str],
+    model: Transformer,
+    head: DraftHead,
+    prompts: Callable[[], list[list[int]]],
+    sampling: SamplingConfig,
+    compile: bool,
+    mode: str,
+    say: Callable[[str], None],
+) -> Choice | None:
+    """The choice for target and head `files` on a device and precision (`setting`): remembered or measured.
+
+    mode: stored (None where nothing is remembered) | once (measure if need be) | again (measure anew).
+    """
+    key = cache_key(*files, *setting, sampling.kind, compile)
+    choice = None if mode == "again" else recall(files[0], key)
+    if choice is None and mode != "stored":
+        say("tuning: choosing the tree, once for this device, precision and head (--tree TREE skips it)")
+        choice = tune(model, head, prompts(), sampling, compile, say=say)
+        try:
+            keep(files[0], key, choice)
+        except OSError as error:
+            say(f"note: the choice cannot be kept ({error}): it will be measured again")
+    if choice is not None:
+        say(choice.describe())
+    return choice
+
+
+def fingerprint(path: Path) -> str:
+    """A hash of a weight file that does not read all of it: size, first MiB and 64 blocks spread over the rest."""
+    size, block = path.stat().st_size, 1 << 16
+    digest = hashlib.sha256(str(size).encode())
+    with path.open("rb") as file:
+        digest.update(file.read(1 << 20))
+        for index in range(64):
+            file.seek(max(size - block, 0) * index // 63)
+            digest.update(file.read(block))
+    return digest.hexdigest()[:16]
+
+
+def cache_path(checkpoint: Path) -> Path:
+    return checkpoint.with_suffix(".tuning.json")
+
+
+def cache_key(checkpoint: Path, head: Path, device: str, precision: str, kind: str, compile: bool) -> str:
+    """Everything the answer depends on."""
+    parts = [device, precision, kind, "compiled" if compile else "eager", f"torch {torch.__version__}"]
+    return " | ".join([*parts, fingerprint(checkpoint), fingerprint(head)])
+
+
+def recall(checkpoint: Path, key: str) -> Choice | None:
+    """The remembered choice; None if there is none, or the file is not one of ours."""
+    try:
+        stored = json.loads(cache_path(checkpoint).read_text(encoding="utf-8"))
+        return Choice.from_json(stored["choices"][key]) if stored["version"] == VERSION else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def keep(checkpoint: Path, key: str, choice: Choice) -> None:
+    """Add a choice to the file beside the checkpoint. Raises OSError where nothing can be written."""
+    path = cache_path(checkpoint)
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+        choices = stored["choices"] if stored["version"] == VERSION else {}
+    except (OSError, ValueError, KeyError, TypeError):
+        choices = {}
+    value = {"version": VERSION, "choices": {**choices, key: choice.to_json()}}
+    with atomic_file(path) as file:
+        file.write((json.dumps(value, indent=1) + "\n").encode())

@@ -437,11 +437,14 @@ class RootOnly:
     def learn(self, *_: object) -> None:
         pass
 
+    read = learn
+
 
 class EagleDrafter:
     """A head, the tree it grows, and the static buffers of both.
 
-    A draft source has `propose` (a tree below the root) and `learn` (what turned out true); the round knows no more.
+    A draft source has `propose` (a tree below the root), `learn` (what turned out true) and `read` (a chunk of the
+    prompt); the round knows no more.
     """
 
     def __init__(self, head: DraftHead, tree: Tree, rows: int, compiled: Callable[[Callable], Callable]) -> None:
@@ -464,6 +467,7 @@ class EagleDrafter:
             self.ancestors = ancestor_mask(self.parents, tree.levels)
         self.root_children, self.grow_level = compiled(root_children), compiled(grow_level)
         self.next_beam, self.select, self.absorb = compiled(next_beam), compiled(select), compiled(absorb)
+        self.absorb_chunk = self.absorb if device.type == "cuda" else absorb  # as in the engine's prefill
 
     def candidate_parents(self, beams: list[Tensor]) -> Tensor:
         """int64 [M]: flat index of every candidate's parent, -1 for the root; `beams` as flat indices per level."""
@@ -507,8 +511,15 @@ class EagleDrafter:
     def learn(
         self, features: list[Tensor], path: Tensor, tokens: Tensor, start: Tensor, last: Tensor, slots: Tensor
     ) -> None:
-        """See `absorb`; the head's state at the last true entry is kept for the next tree."""
-        state = self.absorb(
-            self.head, features, path, tokens, start, last, slots, self.table, self.cache.layer(0)
-        )
+        """Catch up after a round. See `absorb`; the head's state at the last true entry starts the next tree."""
+        cache = self.cache.layer(0)
+        state = self.absorb(self.head, features, path, tokens, start, last, slots, self.table, cache)
+        self.hidden.copy_(state)
+
+    def read(
+        self, features: list[Tensor], path: Tensor, tokens: Tensor, start: Tensor, last: Tensor, slots: Tensor
+    ) -> None:
+        """The same for a chunk of the prompt."""
+        cache = self.cache.layer(0)
+        state = self.absorb_chunk(self.head, features, path, tokens, start, last, slots, self.table, cache)
         self.hidden.copy_(state)

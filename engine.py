@@ -184,7 +184,8 @@ class Decoder:
         drafting = tree.lookup or (head is not None and tree.nodes > 1)
         # The slack lets a tree or a padded chunk run past the last legal position: nothing past it is ever kept.
         self.reach = max(tree.nodes, tree.draft_slots) if drafting else 1  # slots a round uses past C
-        rows = max_seq_length + max(self.chunk, self.reach)
+        # One row more than any bucket: a bucket as long as the cache would compile as a constant.
+        rows = max_seq_length + max(self.chunk, self.reach) + 1
         compiled = compile_region if compile else lambda function: function
         self.plain = RootOnly(self.device)
         self.drafter = self.plain
@@ -207,11 +208,13 @@ class Decoder:
         self.behind = 0  # plain rounds that the drafter has not learned
         self.cached: list[int] = []  # the ids whose keys and values are valid, for the next prompt
         self.clock = PhaseClock(self.device)
-        self.verify, self.read_chunk = compiled(verify), compiled(read_chunk)
+        self.verify = compiled(verify)
+        # On a CPU a chunk's products dwarf what compiling would save, so it runs eagerly and nothing is compiled.
+        self.read_chunk = compiled(read_chunk) if self.device.type == "cuda" else read_chunk
 
     def slots(self, needed: int) -> Tensor:
         """The slot numbers 0.. of the smallest power-of-two bucket that holds `needed` cache slots."""
-        width = min(max(SMALLEST_BUCKET, 1 << (needed - 1).bit_length()), self.cache.rows)
+        width = min(max(SMALLEST_BUCKET, 1 << (needed - 1).bit_length()), self.cache.rows - 1)
         if width not in self.slot_views:
             view = torch.arange(width, device=self.device)
             torch._dynamo.mark_dynamic(view, 0)
@@ -246,7 +249,7 @@ class Decoder:
         # Inside the prompt the token that follows a row is known; after the prompt's last row it is the choice.
         following = tokens[1:].index_copy(0, last, choice) if final else tokens[1:]
         path = self.offsets[: self.chunk]
-        self.drafter.learn(features, path, following, self.length, last, slots)
+        self.drafter.read(features, path, following, self.length, last, slots)
         self.root.copy_(choice)
         self.length.add_(rows)
 
@@ -304,7 +307,7 @@ class Decoder:
             start = self.length - self.behind
             last, rows = self.offsets[self.behind - 1 : self.behind], self.offsets[: self.chunk]
             backlog = self.backlog
-            self.drafter.learn(backlog.features, rows, backlog.tokens, start, last, self.slots(needed))
+            self.drafter.read(backlog.features, rows, backlog.tokens, start, last, self.slots(needed))
             backlog.count.zero_()
             self.behind = 0
 
@@ -360,10 +363,11 @@ class Decoder:
         """Compile everything that decoding with `kind` runs. Returns the seconds it took; keeps nothing cached."""
         started = time.perf_counter()
         self.prefill([0], 0, kind)
+        needed = 2 + 2 * (self.tree.depth + 1) + self.reach
+        if self.pace:  # first, so that what follows also compiles the catching up after it
+            self.launch_plain(needed, kind).tokens()
         for _ in range(2):
-            self.launch(1 + 2 * (self.tree.depth + 1) + self.reach, kind).tokens()
-        if self.pace:
-            self.launch_plain(4 * (self.tree.depth + 1) + self.reach, kind).tokens()
+            self.launch(needed, kind).tokens()
         self.cached = []
         return time.perf_counter() - started
 

@@ -1,8 +1,9 @@
 """Falling back to plain decoding within a text while drafting loses, and returning from it.
 
-`Pace` decides on the host, from the counts it reads anyway. `Backlog` keeps on the device what the draft source has
-not learned during plain rounds, so that returning costs one pass over a chunk instead of one pass per round.
-Both share model, caches and compiled shapes with the drafted rounds: nothing is copied, nothing compiled anew.
+`Pace` decides on the host, from the counts it reads anyway. `Backlog` keeps on the device what the
+draft source has not learned during plain rounds, so that returning costs one pass over a chunk
+instead of one pass per round. Both share model, caches and compiled shapes with the drafted rounds:
+nothing is copied, nothing compiled anew.
 """
 
 import torch
@@ -10,13 +11,18 @@ from torch import Tensor
 
 PATIENCE = 4.0  # tokens, against plain decoding, that drafting may lose before it pauses
 TRIAL = 1.5  # tokens that drafting may lose when it returns
-FIRST_PAUSE, LONGEST_PAUSE = 48, 768  # plain rounds before it returns; doubled each time that this fails
+FIRST_PAUSE, LONGEST_PAUSE = (
+    48,
+    768,
+)  # plain rounds before it returns; doubled each time that this fails
 
 
 class Pace:
-    """Whether the next round drafts: a running balance of tokens won against plain decoding (Page's test).
+    """Whether the next round drafts: a running balance of tokens won against plain decoding (Page's
+    test).
 
-    A drafted round takes `break_even` times as long as a plain one, so it must give that many tokens.
+    A drafted round takes `break_even` times as long as a plain one, so it must give that many
+    tokens.
     """
 
     def __init__(self, break_even: float) -> None:
@@ -48,7 +54,7 @@ class Pace:
 
 
 class Backlog:
-    """Features and tokens of plain rounds, in static buffers, until the draft source learns them."""
+    """Features and tokens of plain rounds, in static buffers, until the drafter learns them."""
 
     def __init__(
         self, levels: int, dim: int, rows: int, dtype: torch.dtype, device: torch.device

@@ -87,24 +87,26 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
 
 def fill(module: nn.Module, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> None:
     """Give every parameter of a module on the meta device its tensor: each exactly one, none left over."""
-    wanted = set(module.state_dict())
-    missing, unused = wanted - set(checkpoint.specs), set(checkpoint.specs) - wanted
+    wanted = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+    missing, unused = wanted.keys() - checkpoint.specs.keys(), checkpoint.specs.keys() - wanted.keys()
     if missing or unused:
         raise ValueError(
             f"{checkpoint.path}: the file does not match its own configuration (missing: "
             f"{sorted(missing)[:3] or 'none'}, unused: {sorted(unused)[:3] or 'none'}): convert it again"
         )
+    for name, shape in wanted.items():
+        if checkpoint.specs[name].shape != shape:
+            raise ValueError(
+                f"{checkpoint.path}: {name} has shape {list(checkpoint.specs[name].shape)}, but the file's "
+                f"configuration says {list(shape)}: convert it again"
+            )
     quantized = tuple(f"{layer}." for layer in (checkpoint.quantization or {}).get("layers", {}))
     state = {}
     for name, tensor in checkpoint.tensors():
         # The numbers of a quantised layer stay as they are stored; packing gives them the device's form.
         cast = tensor.is_floating_point() and not name.startswith(quantized or ("\0",))
         state[name] = tensor.to(device=device, dtype=dtype if cast else tensor.dtype)
-    try:
-        module.load_state_dict(state, strict=True, assign=True)
-    except RuntimeError as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"{checkpoint.path}: {reason}: convert the model again") from None
+    module.load_state_dict(state, strict=True, assign=True)
     module.requires_grad_(False).eval()
 
 
@@ -218,6 +220,10 @@ def fit_tree(text: str, head: DraftConfig | None) -> Tree:
             )
         return tree
     tree = parse_tree(PRESETS[head.family] if text == "auto" else text)
+    if tree.levels > 64 or tree.nodes > 1024:
+        raise ValueError(
+            f"tree {tree.name} has {tree.nodes} nodes and {tree.levels} levels: give 1024 and 64 at most"
+        )
     size = head.draft_vocab_size
     if tree.top_k > size:
         raise ValueError(
@@ -511,7 +517,8 @@ def load(
     if tree == "auto" and head is not None:
         choice = settle(
             (file.path, head_file.path), (device_name(where), precision_name(file, precision)), model, head,
-            lambda: prompts_for(tokenizer, config.vocab_size, 6, 512), sampling, compile, tune, note,
+            lambda: prompts_for(tokenizer, config.vocab_size, 6, min(512, config.max_seq_length // 2)),
+            sampling, compile, tune, note,
         )  # fmt: skip
         shape = choice.tree if choice else shape
     decoder = Decoder(model, context, head if shape.needs_head else None, shape, compile)
@@ -790,6 +797,8 @@ def read_prompt(args: Namespace) -> str | list[int] | None:
         return None
     if args.prompt_ids is not None:
         words = args.prompt_ids.replace(",", " ").split()
+        if not words:
+            raise ValueError('prompt_ids is empty: give at least one token id, such as "1 2 3"')
         if not all(word.isascii() and word.isdigit() and len(word) < 19 for word in words):
             raise ValueError(f'prompt_ids {args.prompt_ids[:60]!r} must be whole numbers, such as "1 2 3"')
         return [int(word) for word in words]

@@ -1,8 +1,9 @@
 """Prompt lookup: a draft source without a head, which continues the text as it went on before.
 
-The longest of the last 3, 2 or 1 tokens that occurs earlier in prompt or answer is looked up, and what followed
-there last time is proposed as a chain (`--tree lookup:K`). Summaries, edits, code and answers that loop profit.
-Everything stays on the device in static shapes, as the round demands: no search on the host, nothing to wait for.
+The longest of the last 3, 2 or 1 tokens that occurs earlier in prompt or answer is looked up, and
+what followed there last time is proposed as a chain (`--tree lookup:K`). Summaries, edits, code and
+answers that loop profit. Everything stays on the device in static shapes, as the round demands: no
+search on the host, nothing to wait for.
 
 Leaves out: several continuations at once, and matches across texts.
 """
@@ -21,9 +22,10 @@ NGRAM = 3  # tokens that a match has at most; longer ones are rarer and hardly b
 def look_up(history: Tensor, length: Tensor, slots: Tensor, count: int) -> Tensor:
     """The `count` tokens that followed the best earlier match of the text's end: int64 [count].
 
-    history: int64 [R], token of every position, valid up to position `length` int64 [1] (the root's); slots: int64
-    [S], positions 0 to S-1, S > length. The longest match wins, of equal ones the latest. A match that ends close
-    to the root goes on into its own copy, as a loop does. Without any match the guess is the text's beginning.
+    history: int64 [R], token of every position, valid up to position `length` int64 [1] (the
+    root's); slots: int64 [S], positions 0 to S-1, S > length. The longest match wins, of equal ones
+    the latest. A match that ends close to the root goes on into its own copy, as a loop does.
+    Without any match the guess is the text's beginning.
     """
     text = history[slots]
     matching = slots < length
@@ -46,16 +48,21 @@ def remember(history: Tensor, start: Tensor, tokens: Tensor) -> None:
 
 
 class LookupDrafter:
-    """The draft source of `lookup:K`; it learns from the tokens alone and keeps its own copy of the text."""
+    """The draft source of `lookup:K`; it learns from the tokens alone and keeps its own copy of the
+    text.
+    """
 
     feature_layers: tuple[int, ...] = ()
-    state: tuple[Tensor, ...] = ()  # nothing that a rehearsed round would spoil: it writes only past `length`
+    state: tuple[
+        Tensor, ...
+    ] = ()  # nothing that a rehearsed round would spoil: it writes only past `length`
 
     def __init__(
         self, tree: Tree, rows: int, device: torch.device, compiled: Callable[[Callable], Callable]
     ) -> None:
         self.tree = tree
-        # Position 0 is never told (`learn` hears of followers only), so it must match nothing: -1 is no token.
+        # Position 0 is never told (`learn` hears of followers only), so it must match nothing: -1
+        # is no token.
         self.history = torch.full((rows + 1,), -1, dtype=torch.int64, device=device)
         self.parents = (torch.arange(tree.nodes, device=device) - 1).clamp(min=0)
         self.ancestors = torch.ones(tree.nodes, tree.nodes, dtype=torch.bool, device=device).tril()
@@ -64,12 +71,32 @@ class LookupDrafter:
     def propose(
         self, root: Tensor, length: Tensor, slots: Tensor, sampling: SamplingState, kind: str
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens int64 [N], node parents int64 [N] and ancestor mask bool [N, N] of the chain below the root."""
+        """Tokens int64 [N], node parents int64 [N] and ancestor mask bool [N, N] of the chain below
+        the root.
+        """
         guesses = self.look_up(self.history, length, slots, self.tree.levels)
         return torch.cat((root, guesses)), self.parents, self.ancestors
 
     def learn(
-        self, features: list[Tensor], path: Tensor, tokens: Tensor, start: Tensor, last: Tensor, slots: Tensor
+        self,
+        features: list[Tensor],
+        path: Tensor,
+        tokens: Tensor,
+        start: Tensor,
+        last: Tensor,
+        slots: Tensor,
     ) -> None:
         """Rows past `last` hold padding: they lie behind the new root, where nothing looks."""
         self.remember(self.history, start, tokens)
+
+    def read(
+        self,
+        features: list[Tensor],
+        path: Tensor,
+        tokens: Tensor,
+        start: Tensor,
+        last: Tensor,
+        slots: Tensor,
+    ) -> None:
+        """The same for a chunk, too rare to be worth compiling."""
+        remember(self.history, start, tokens)

@@ -1,4 +1,6 @@
-"""The benchmark's plots: speed by method, the row-cost curve, acceptance by depth. Needs matplotlib (extra `bench`)."""
+"""The benchmark's plots: speed by method, the row-cost curve, acceptance by depth. Needs matplotlib
+(extra `bench`).
+"""
 
 from pathlib import Path
 
@@ -6,6 +8,7 @@ import matplotlib
 
 matplotlib.use("Agg")  # no window, no display
 from matplotlib import pyplot as plt  # noqa: E402
+from matplotlib.ticker import MaxNLocator  # noqa: E402
 
 COLORS = ("#3b6ea5", "#c9733a")  # temperature 0, the next one
 
@@ -29,13 +32,15 @@ def draw(report: dict, out: Path) -> list[Path]:
 
 def caption(report: dict) -> str:
     return (
-        f"{report['device']}, {report['threads']} threads, {report['prompts']['count']} prompts, "
+        f"{report['device']}, {report['prompts']['count']} prompts, "
         f"commit {(report['commit'] or 'unknown')[:10]}"
     )
 
 
 def speed_plot(report: dict) -> plt.Figure:
-    """Horizontal bars, one group a method, one bar a temperature, whiskers from slowest to fastest repetition."""
+    """Horizontal bars, one group a method, one bar a temperature, whiskers from slowest to fastest
+    repetition.
+    """
     rows = report["methods"]
     names = list(dict.fromkeys(row["method"] for row in rows))
     temperatures = list(dict.fromkeys(row["temperature"] for row in rows))
@@ -45,14 +50,25 @@ def speed_plot(report: dict) -> plt.Figure:
         mine = {row["method"]: row for row in rows if row["temperature"] == temperature}
         places = [p + index * height for p, name in enumerate(names) if name in mine]
         values = [mine[name]["tokens_per_s"] for name in names if name in mine]
-        spread = [mine[name]["tokens_per_s_spread"] * mine[name]["tokens_per_s"] / 2 for name in names if name in mine]
+        spread = [
+            mine[name]["tokens_per_s_spread"] * mine[name]["tokens_per_s"] / 2
+            for name in names
+            if name in mine
+        ]
         axes.barh(
-            places, values, height, xerr=spread, label=f"temperature {temperature:g}", color=COLORS[index % 2],
+            places,
+            values,
+            height,
+            xerr=spread,
+            label=f"temperature {temperature:g}",
+            color=COLORS[index % 2],
             error_kw={"lw": 1},
-        )  # fmt: skip
+        )
         for place, value, error in zip(places, values, spread, strict=True):
             axes.text(value + error, place, f" {value:.1f}", va="center", fontsize=8)
-    axes.set_yticks([p + height * (len(temperatures) - 1) / 2 for p in range(len(names))], names, fontsize=8)
+    axes.set_yticks(
+        [p + height * (len(temperatures) - 1) / 2 for p in range(len(names))], names, fontsize=8
+    )
     axes.invert_yaxis()
     axes.margins(x=0.1)
     axes.set_xlabel("decoded tokens per second, median of the repetitions")
@@ -62,11 +78,15 @@ def speed_plot(report: dict) -> plt.Figure:
 
 
 def rows_plot(report: dict) -> plt.Figure:
-    """Milliseconds of a target forward over the number of rows; dashed: what bandwidth and rate allow at best."""
+    """Milliseconds of a target forward over the number of rows; dashed: what bandwidth and rate
+    allow at best.
+    """
     figure, axes = plt.subplots(figsize=(7, 4.5))
     for curve in report["row_costs"]:
         rows = [int(n) for n in curve["rows_ms"]]
-        (line,) = axes.plot(rows, list(curve["rows_ms"].values()), marker="o", label=curve["target"])
+        (line,) = axes.plot(
+            rows, list(curve["rows_ms"].values()), marker="o", label=curve["target"]
+        )
         axes.plot(rows, list(curve["bound_ms"].values()), "--", color=line.get_color(), lw=1)
     axes.plot([], [], "--", color="gray", lw=1, label="bound by copy bandwidth and product rate")
     axes.set_xlabel("rows of the forward (tree nodes)")
@@ -81,12 +101,17 @@ def rows_plot(report: dict) -> plt.Figure:
 def depth_plot(report: dict) -> plt.Figure:
     """Share of rounds whose node at each depth was accepted."""
     figure, axes = plt.subplots(figsize=(7, 4.5))
+    names = list(dict.fromkeys(row["method"] for row in report["methods"]))
     for row in report["methods"]:
         if row["accepted_by_depth"]:
+            color = f"C{names.index(row['method']) % 10}"
             shares = row["accepted_by_depth"]
             style = "-" if row["temperature"] == 0 else ":"
             label = f"{row['method']}, T {row['temperature']:g}"
-            axes.plot(range(1, len(shares) + 1), shares, style, marker=".", label=label)
+            axes.plot(
+                range(1, len(shares) + 1), shares, style, color=color, marker=".", label=label
+            )
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("depth below the root")
     axes.set_ylabel("share of rounds that accept it")
     axes.set_ylim(0, 1)

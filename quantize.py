@@ -6,7 +6,7 @@
 All linear layers are quantised, lm_head included; embeddings, norms and biases stay as they are. A
 tied lm_head is quantised on its own, beside the embedding table. The modes, the stored form and the
 layers that run it are in quantized_linear.py; the file's metadata names each layer's mode. Weights
-are read and written one tensor at a time. int8-dynamic and int4 of a target look at its activations
+are read and written one tensor at a time. For a target, its activations are looked at first,
 on a short text that ships with the project, one block in memory at a time. Leaves out GPTQ and AWQ.
 """
 
@@ -214,7 +214,7 @@ def run_blocks(checkpoint: Checkpoint, windows: list[Tensor], watch: Watch | Non
 
 class Plan(NamedTuple):
     mode: str
-    smoothing: Tensor | None = None  # fp32 [in], int8-dynamic
+    smoothing: Tensor | None = None  # fp32 [in], int8 and int8-dynamic
     importance: Tensor | None = None  # fp32 [in], int4: how much an error in each column matters
 
 
@@ -230,11 +230,12 @@ def layers_of(checkpoint: Checkpoint) -> dict[str, str]:
     return layers
 
 
-def smooth(weight: Tensor, inputs: Tensor) -> tuple[Tensor, float]:
-    """The best smoothing fp32 [in] for int8-dynamic, and the relative error of the outputs with it.
+def smooth(weight: Tensor, inputs: Tensor, dynamic: bool) -> tuple[Tensor, float]:
+    """The best smoothing fp32 [in] for int8, and the relative error of the outputs with it.
 
     Dividing the inputs' columns by a power of their size, and multiplying those of the weights,
     spreads the rounding error over both (SmoothQuant, arXiv 2211.10438, with one fixed power).
+    Where only the weights are rounded, it moves the finer steps to the columns that matter.
     """
     size = inputs.square().mean(0).sqrt()
     size = size.clamp_min(float(size.max()) * 1e-4 + TINY)
@@ -244,7 +245,7 @@ def smooth(weight: Tensor, inputs: Tensor) -> tuple[Tensor, float]:
     for power in (0.0, 0.25, 0.5, 0.75):
         smoothing = size**power
         smoothing = smoothing / smoothing.log().mean().exp()
-        row_steps, row_scales = round_rows(rows / smoothing, 127)
+        row_steps, row_scales = round_rows(rows / smoothing, 127 if dynamic else 127 * 256)
         steps, scales = quantize_int8(weight * smoothing)
         outputs = (row_steps @ steps.float().t()) * scales * row_scales
         errors = (outputs - expected).norm(dim=1) / expected.norm(dim=1).clamp_min(TINY)
@@ -255,11 +256,12 @@ def smooth(weight: Tensor, inputs: Tensor) -> tuple[Tensor, float]:
 
 
 def plan_layers(checkpoint: Checkpoint, mode: str) -> dict[str, Plan]:
-    """A plan for every linear; by calibration where the mode gains by it and the file is a target."""
+    """A plan for every linear; calibrated if the mode gains by it and the file is a target."""
     plans = dict.fromkeys(layers_of(checkpoint), Plan(mode))
-    if checkpoint.kind != "target" or mode == "int8":
+    if checkpoint.kind != "target":
         return plans
-    errors: dict[str, list[float]] = {}  # by kind of layer
+    errors: dict[str, list[float]] = {}  # of int8-dynamic, by kind of layer
+    gentle: dict[str, Plan] = {}  # what a layer gets if int8-dynamic is too coarse for it
 
     def watch(layer: str, linear: nn.Linear, inputs: Tensor) -> None:
         # The first token's activations are a class of their own, and only one row.
@@ -267,7 +269,10 @@ def plan_layers(checkpoint: Checkpoint, mode: str) -> dict[str, Plan]:
         if mode == "int4":
             plans[layer] = Plan(mode, importance=inputs.square().mean(0))
             return
-        smoothing, error = smooth(linear.weight, inputs)
+        gentle[layer] = Plan("int8", smooth(linear.weight, inputs, False)[0])
+        if mode == "int8":
+            return
+        smoothing, error = smooth(linear.weight, inputs, True)
         plans[layer] = Plan(mode, smoothing)
         errors.setdefault(kind_of(layer), []).append(error)
 
@@ -278,9 +283,8 @@ def plan_layers(checkpoint: Checkpoint, mode: str) -> dict[str, Plan]:
         watch("output", output, hidden)
     # By kind, not by layer: blocks that are alike share one compilation.
     coarse = {kind for kind, each in errors.items() if sum(each) / len(each) > MOST_ERROR}
-    return {
-        layer: Plan("int8") if kind_of(layer) in coarse else plan for layer, plan in plans.items()
-    }
+    mild = {layer for layer in gentle if mode == "int8" or kind_of(layer) in coarse}
+    return plans | {layer: gentle[layer] for layer in mild}
 
 
 def kind_of(layer: str) -> str:
@@ -304,8 +308,6 @@ def quantize_weight(weight: Tensor, plan: Plan, groupsize: int) -> dict[str, Ten
     if plan.mode == "int4":
         names = ("weight", "scales", "zeros")
         return dict(zip(names, quantize_int4(weight, groupsize, plan.importance), strict=True))
-    if plan.mode == "int8":
-        return dict(zip(("weight", "scales"), quantize_int8(weight), strict=True))
     smoothing = torch.ones(weight.shape[1]) if plan.smoothing is None else plan.smoothing
     steps, scales = quantize_int8(weight.float() * smoothing)
     return {"weight": steps, "scales": scales, "smoothing": smoothing}
@@ -418,7 +420,8 @@ def evaluate(path: Path, against: Path | None) -> Iterator[str]:
     yield f"{original.path}: perplexity {before:.3f} on {len(ids)} tokens"
     after, choices = predictions(checkpoint, ids)
     same = (choices == expected).double().mean()
-    yield f"{path}: perplexity {after:.3f} ({after / before - 1:+.2%}), greedy tokens equal {same:.2%}"
+    change = f"{after / before - 1:+.2%}"
+    yield f"{path}: perplexity {after:.3f} ({change}), greedy tokens equal {same:.2%}"
 
 
 def main() -> int:

@@ -7,13 +7,12 @@
 A file holds plain tensors that suit every device; `pack` gives them a device's own form. A linear X
 with weight [out, in] is stored as (Ip = in, padded with zeros to whole groups of g)
 
-    int8           X.weight int8 [out, in]       X.scales fp32 [out]
-    int8-dynamic   the same, and                 X.smoothing fp32 [in]: inputs are divided by it
-    int4           X.weight uint8 [out, Ip/2]    X.scales, X.zeros bf16 [out, Ip/g]
+    int8, int8-dynamic   X.weight int8 [out, in]     X.scales fp32 [out], X.smoothing fp32 [in]
+    int4                 X.weight uint8 [out, Ip/2]  X.scales, X.zeros bf16 [out, Ip/g]
 
-int8: weight = step * scale. int4: weight = (step - 8) * scale + zero; byte j of a group holds step
-j in its low half and step j + g/2 in its high half. Biases stay as they are. Written by quantize.py;
-the Triton kernels of a GPU are in kernels.py. Leaves out training: nothing here has a gradient.
+int8: weight = step * scale / smoothing, and it is the inputs that are divided by the smoothing.
+int4: weight = (step - 8) * scale + zero; byte j of a group holds step j in its low half and step j + g/2 in its high half. Biases stay as they are. quantize.py writes such
+files; kernels.py has the Triton kernels. Leaves out training: nothing here has a gradient.
 """
 
 import functools
@@ -172,6 +171,7 @@ class Int8Linear(QuantizedLinear):
         return {
             "weight": TensorSpec(torch.int8, (out_features, in_features)),
             "scales": TensorSpec(torch.float32, (out_features,)),
+            "smoothing": TensorSpec(torch.float32, (in_features,)),
         }
 
     def pack(self, device: torch.device, dtype: torch.dtype) -> None:
@@ -183,7 +183,7 @@ class Int8Linear(QuantizedLinear):
         if self.route == "float":
             weight = weight * self.scales[:, None]
         offsets = torch.zeros(self.out_features, dtype=torch.int32, device=device)
-        self.replace(weight=weight, offsets=offsets)
+        self.replace(weight=weight, offsets=offsets, smoothing=1 / self.smoothing)
 
     def multiply(self, rows: Tensor) -> Tensor:
         """fp32 [T, out] of int8 rows [T, in] on a CPU."""
@@ -191,31 +191,23 @@ class Int8Linear(QuantizedLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, in] -> [T, out] in the dtype of x."""
+        smooth = x.float() * self.smoothing
         if self.route == "triton":
-            y = torch.ops.talon.w8a16(x, self.weight, self.scales)
+            y = torch.ops.talon.w8a16(smooth.to(x.dtype), self.weight, self.scales)
         elif self.route == "float":
-            y = F.linear(x.float(), self.weight)
+            y = F.linear(smooth, self.weight)
         else:
             # A second plane of int8 rows costs less than any kernel that widens the weights.
-            steps, scales = round_rows(x.float(), 127 * 256)
+            steps, scales = round_rows(smooth, 127 * 256)
             high, low = self.multiply(split_planes(steps)).chunk(2)
             y = (high * 256 + low) * scales
         return self.finish(y, x.dtype)
 
 
 class Int8DynamicLinear(Int8Linear):
-    """int8 weights times int8 activations, rounded row by row after division by `smoothing`."""
+    """int8 weights times int8 activations, which are rounded row by row."""
 
     mode = "int8-dynamic"
-
-    @staticmethod
-    def specs(in_features: int, out_features: int, groupsize: int) -> dict[str, TensorSpec]:
-        smoothing = TensorSpec(torch.float32, (in_features,))
-        return Int8Linear.specs(in_features, out_features, groupsize) | {"smoothing": smoothing}
-
-    def pack(self, device: torch.device, dtype: torch.dtype) -> None:
-        super().pack(device, dtype)
-        self.replace(smoothing=1 / self.smoothing)
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, in] -> [T, out] in the dtype of x."""

@@ -1,7 +1,7 @@
 """Prompts for measuring: the set that ships with the project, or any FastChat-style question.jsonl.
 
-One JSON object a line: `question_id`, `category` and `turns`, a list of user messages of which the first is used.
-Leaves out: what is measured with them (benchmark.py, tuning.py).
+One JSON object a line: `question_id`, `category` and `turns`, a list of user messages of which the
+first is used. Leaves out: what is measured with them (benchmark.py, tuning.py).
 """
 
 import json
@@ -36,7 +36,9 @@ def read_questions(path: Path) -> tuple[list[Question], list[str]]:
             else:
                 problems.append(f"{path}, line {number}: {parsed}")
     if not questions and not problems:
-        raise ValueError(f"question file {path} is empty: give one JSON object a line, with `turns`")
+        raise ValueError(
+            f"question file {path} is empty: give one JSON object a line, with `turns`"
+        )
     return questions, problems
 
 
@@ -69,7 +71,9 @@ def encode_question(question: Question, tokenizer: Tokenizer) -> list[int]:
 
 
 def spread(questions: list[Question], count: int) -> list[Question]:
-    """`count` questions in file order, taken from the categories in turn; all of them where there are fewer."""
+    """`count` questions in file order, taken from the categories in turn; all of them where there
+    are fewer.
+    """
     groups: dict[str, list[Question]] = {}
     for question in questions:
         groups.setdefault(question.category, []).append(question)
@@ -78,10 +82,17 @@ def spread(questions: list[Question], count: int) -> list[Question]:
     return sorted(dealt[:count], key=lambda question: question.line)
 
 
-def prompts_for(tokenizer: Tokenizer | None, vocab_size: int, count: int, longest: int) -> list[list[int]]:
-    """Built-in prompts as ids of at most `longest` tokens; without a tokenizer, made-up ids that repeat themselves."""
+def prompts_for(
+    tokenizer: Tokenizer | None, vocab_size: int, count: int, longest: int
+) -> list[list[int]]:
+    """Built-in prompts as ids of at most `longest` tokens; without a tokenizer, made-up ids that
+    repeat themselves.
+    """
     if tokenizer is None:
-        return [[(7 * n + 3 * (i % (5 + n)) + 1) % vocab_size for i in range(min(24, longest))] for n in range(count)]
+        return [
+            [(7 * n + 3 * (i % (5 + n)) + 1) % vocab_size for i in range(min(24, longest))]
+            for n in range(count)
+        ]
     questions, _ = read_questions(BUILT_IN)
     chosen = spread(questions, count)
     return [encode_question(question, tokenizer)[:longest] for question in chosen]

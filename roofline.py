@@ -1,16 +1,17 @@
-"""What bounds decoding: bytes over bandwidth, operations over rate, for this machine and for named cards.
+"""What bounds decoding: bytes over bandwidth, operations over rate, for this machine and for named
+cards.
 
     python benchmark.py --roofline rtx3090
 
-A pass over N rows reads every linear's weights once and the cached keys and values once, and multiplies every weight
-with N rows:
+A pass over N rows reads every linear's weights once and the cached keys and values once, and
+multiplies every weight with N rows:
 
     seconds(N) = max((weights + context * kv_row) / bandwidth, 2 * parameters * N / rate)
     round = seconds(target, nodes) + (levels - 1) * seconds(head, beam) + seconds(head, levels + 1)
     tokens per second = acceptance length / round
 
-Leaves out: launches, norms, softmax, sampling; `EFFICIENCY` stands for all of it and for the distance between a data
-sheet and a kernel. The README holds the same formulas and constants.
+Leaves out: launches, norms, softmax, sampling; `EFFICIENCY` stands for all of it and for the
+distance between a data sheet and a kernel. The README holds the same formulas and constants.
 """
 
 import time
@@ -25,7 +26,9 @@ CONTEXT = 1024  # tokens in the cache
 
 @dataclass(frozen=True)
 class Card:
-    """Data sheet: bytes per second, operations per second with fp32 accumulation and with int8, bytes of memory."""
+    """Data sheet: bytes per second, operations per second with fp32 accumulation and with int8,
+    bytes of memory.
+    """
 
     name: str
     bandwidth: float
@@ -55,8 +58,12 @@ class Shape:
         return self.dim // self.n_head
 
     def layer(self, inputs: int) -> int:
-        """Parameters of one layer's linears; attention reads `inputs` columns (2 * dim in an EAGLE-3 head)."""
-        attention = inputs * (self.n_head + 2 * self.n_kv_head) * self.head_dim + self.dim * self.dim
+        """Parameters of one layer's linears; attention reads `inputs` columns (2 * dim in an
+        EAGLE-3 head).
+        """
+        attention = (
+            inputs * (self.n_head + 2 * self.n_kv_head) * self.head_dim + self.dim * self.dim
+        )
         return attention + 3 * self.dim * self.intermediate_size
 
     @property
@@ -81,13 +88,16 @@ SHAPES = {
     "LLaMA-3.1-8B": Shape("LLaMA-3.1-8B", 32, 4096, 32, 8, 14336, 128256),
     "Vicuna-13B": Shape("Vicuna-13B", 40, 5120, 40, 40, 13824, 32000),
 }
-# Bytes a weight: int8 has a scale a row (too little to count), int4 a scale and a zero of 2 bytes for 128 weights.
+# Bytes a weight: int8 has a scale a row (too little to count), int4 a scale and a zero of 2 bytes
+# for 128 weights.
 PRECISIONS = {"bf16": 2.0, "int8": 1.0, "int8-dynamic": 1.0, "int4": 0.5 + 4 / 128}
 
 
 @dataclass(frozen=True)
 class Published:
-    """An acceptance length (tokens per target forward, MT-bench, greedy) that its authors report, and the tree."""
+    """An acceptance length (tokens per target forward, MT-bench, greedy) that its authors report,
+    and the tree.
+    """
 
     model: str
     head: str
@@ -132,7 +142,11 @@ def head_seconds(shape: Shape, precision: str, source: Published, rows: int, car
 def fits(shape: Shape, precision: str, card: Card) -> bool:
     """Whether weights, embedding and caches leave a little of the card's memory free."""
     embedding = 2 * shape.vocab_size * shape.dim
-    needed = shape.parameters * PRECISIONS[precision] + embedding + 4096 * shape.kv_row(shape.n_layer + 1)
+    needed = (
+        shape.parameters * PRECISIONS[precision]
+        + embedding
+        + 4096 * shape.kv_row(shape.n_layer + 1)
+    )
     return needed < 0.95 * card.memory
 
 
@@ -142,26 +156,47 @@ def predict(card: Card) -> list[dict]:
     for shape in SHAPES.values():
         for precision in PRECISIONS:
             alone = target_seconds(shape, precision, 1, card)
-            base = {"model": shape.name, "precision": precision, "fits": fits(shape, precision, card)}
-            plain = {"draft": "none", "nodes": 1, "acceptance_length": 1.0, "draft_ms": 0.0, "verify_ms": alone * 1e3}
+            base = {
+                "model": shape.name,
+                "precision": precision,
+                "fits": fits(shape, precision, card),
+            }
+            plain = {
+                "draft": "none",
+                "nodes": 1,
+                "acceptance_length": 1.0,
+                "draft_ms": 0.0,
+                "verify_ms": alone * 1e3,
+            }
             rows.append({**base, **plain, "round_ms": alone * 1e3, "tokens_per_s": 1 / alone})
             for source in (p for p in PUBLISHED if p.model == shape.name):
                 verify = target_seconds(shape, precision, source.nodes, card)
-                draft = (source.levels - 1) * head_seconds(shape, precision, source, source.beam, card)
+                draft = (source.levels - 1) * head_seconds(
+                    shape, precision, source, source.beam, card
+                )
                 draft += head_seconds(shape, precision, source, source.levels + 1, card)
-                drafted = {"draft": source.head, "nodes": source.nodes, "draft_ms": draft * 1e3,
-                           "acceptance_length": source.acceptance_length, "verify_ms": verify * 1e3}  # fmt: skip
+                drafted = {
+                    "draft": source.head,
+                    "nodes": source.nodes,
+                    "draft_ms": draft * 1e3,
+                    "acceptance_length": source.acceptance_length,
+                    "verify_ms": verify * 1e3,
+                }
                 speed = source.acceptance_length / (verify + draft)
-                rows.append({**base, **drafted, "round_ms": (verify + draft) * 1e3, "tokens_per_s": speed})
+                rows.append(
+                    {**base, **drafted, "round_ms": (verify + draft) * 1e3, "tokens_per_s": speed}
+                )
     return rows
 
 
 def roofline_table(card: Card) -> str:
     lines = [
-        f"Bounds for one {card.name}: {card.bandwidth / 1e9:.0f} GB/s, {card.rate16 / 1e12:.1f} TFLOP/s in 16 bit, "
-        f"{card.rate8 / 1e12:.0f} TOP/s in int8, {EFFICIENCY:.0%} of each, {CONTEXT} tokens cached, batch 1",
+        f"Bounds for one {card.name}: {card.bandwidth / 1e9:.0f} GB/s, "
+        f"{card.rate16 / 1e12:.1f} TFLOP/s in 16 bit, {card.rate8 / 1e12:.0f} TOP/s in int8, "
+        f"{EFFICIENCY:.0%} of each, {CONTEXT} tokens cached, batch 1",
         "",
-        "| model | precision | draft | nodes | acceptance length | draft ms | verify ms | round ms | tokens/s |",
+        "| model | precision | draft | nodes | acceptance length "
+        "| draft ms | verify ms | round ms | tokens/s |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in predict(card):

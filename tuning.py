@@ -1,10 +1,12 @@
-"""Which tree pays on this machine with this head: what `--tree auto` measures, decides and remembers.
+"""Which tree pays on this machine with this head: what `--tree auto` measures, decides and
+remembers.
 
-Three steps. Costs: a target forward at 1 to 64 rows, a draft level at several widths. Acceptance: one decoding of
-built-in prompts with a wide tree, whose every candidate is kept; from these recordings the acceptance of any chain,
-static or dynamic tree follows by counting, and that of lookup from the texts themselves. Race: the best of each kind
-decode the prompts beside plain decoding, in turns; the fastest one that beats plain is chosen, else plain.
-The answer is kept beside the checkpoint, for the device, the precision and the files it was measured with.
+Three steps. Costs: a target forward at 1 to 64 rows, a draft level at several widths. Acceptance:
+one decoding of built-in prompts with a wide tree, whose every candidate is kept; from these
+recordings the acceptance of any chain, static or dynamic tree follows by counting, and that of
+lookup from the texts themselves. Race: the best of each kind decode the prompts beside plain
+decoding, in turns; the fastest one that beats plain is chosen, else plain. The answer is kept
+beside the checkpoint, for the device, the precision and the files it was measured with.
 
 Leaves out: the command lines (generate.py, benchmark.py), falling back within a text (fallback.py).
 """
@@ -43,6 +45,8 @@ NODES = (4, 8, 16, 24, 32, 48, 64)  # of the static and dynamic trees that are c
 PROBE = {"nodes": 32, "levels": 8, "top_k": 10}  # the tree whose candidates are recorded
 LEAST_GAIN = 1.02  # over plain decoding; less is noise, and plain is simpler
 VERSION = 1
+SHORTEST = 64  # a context below this leaves nothing to measure: the preset stays
+GREEDY = SamplingConfig()
 
 
 # ---------------------------------------------------------------- costs
@@ -50,7 +54,9 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds on this machine. rows: one target forward by row count; level: one draft level by beam width."""
+    """Seconds on this machine. rows: one target forward by row count; level: one draft level by
+    beam width.
+    """
 
     rows: dict[int, float]
     level: dict[int, float] = field(default_factory=dict)
@@ -119,7 +125,9 @@ def row_costs(decoder: Decoder, rows: Iterable[int], committed: int) -> dict[int
     return {n: seconds(target_pass(decoder, n, committed), decoder.device) for n in rows}
 
 
-def head_costs(decoder: Decoder, head: DraftHead, beams: Iterable[int], committed: int, compile: bool) -> Costs:
+def head_costs(
+    decoder: Decoder, head: DraftHead, beams: Iterable[int], committed: int, compile: bool
+) -> Costs:
     """Costs without `rows`: levels by beam width, and the two parts that every round has."""
     device, levels = decoder.device, {}
     compiled = compile_region if compile else lambda function: function
@@ -130,11 +138,15 @@ def head_costs(decoder: Decoder, head: DraftHead, beams: Iterable[int], committe
         for depth in (2, 4):
             tree = chain(depth) if beam == 1 else dynamic_tree(min(16, beam + 1), depth, beam)
             drafter = EagleDrafter(head, tree, decoder.cache.rows, compiled)
-            times[depth] = seconds(lambda d=drafter: d.propose(root, length, slots, decoder.sampling, "greedy"), device)
+            times[depth] = seconds(
+                lambda d=drafter: d.propose(root, length, slots, decoder.sampling, "greedy"), device
+            )
         levels[beam] = max((times[4] - times[2]) / 2, 1e-9)
         first = max(times[2] - levels[beam], 0.0)
     count = len(drafter.feature_layers) or 1
-    features = [torch.zeros(6, head.config.target_dim, dtype=drafter.hidden.dtype, device=device)] * count
+    features = [
+        torch.zeros(6, head.config.target_dim, dtype=drafter.hidden.dtype, device=device)
+    ] * count
     path, last = torch.arange(6, device=device), torch.tensor([2], device=device)
     learn = seconds(lambda: drafter.learn(features, path, path, length, last, slots), device)
     return Costs({}, levels, first, learn)
@@ -145,11 +157,12 @@ def head_costs(decoder: Decoder, head: DraftHead, beams: Iterable[int], committe
 
 @dataclass(frozen=True)
 class Recording:
-    """What the head guessed in R rounds of the probe tree, and which of it came true. M candidates, L levels.
+    """What the head guessed in R rounds of the probe tree, and which of it came true. M candidates,
+    L levels.
 
-    scores: fp64 [R, M]; parents: int64 [R, M], flat; truth: int64 [R, L], flat index of the true token's candidate
-    at each depth, -1 from the first depth at which the recorded candidates miss it. texts: prompt and answer ids,
-    with the prompt's length.
+    scores: fp64 [R, M]; parents: int64 [R, M], flat; truth: int64 [R, L], flat index of the true
+    token's candidate at each depth, -1 from the first depth at which the recorded candidates miss
+    it. texts: prompt and answer ids, with the prompt's length.
     """
 
     tree: Tree
@@ -164,12 +177,18 @@ class Recording:
         return np.where(self.truth < 0, -1, self.truth % self.tree.top_k)
 
 
-def record(decoder: Decoder, prompts: list[list[int]], budget: int, sampling: SamplingConfig) -> Recording:
-    """Decode with a dynamic tree, eyes on every candidate. Rounds too close to a text's end tell nothing: dropped."""
+def record(
+    decoder: Decoder, prompts: list[list[int]], budget: int, sampling: SamplingConfig
+) -> Recording:
+    """Decode with a dynamic tree, eyes on every candidate. Rounds too close to a text's end tell
+    nothing: dropped.
+    """
     tree, drafter, seen = decoder.tree, decoder.drafter, []
     select = drafter.select
 
-    def spy(tokens: torch.Tensor, scores: torch.Tensor, parents: torch.Tensor, *rest: int) -> object:
+    def spy(
+        tokens: torch.Tensor, scores: torch.Tensor, parents: torch.Tensor, *rest: int
+    ) -> object:
         seen.append((decoder.length.clone(), tokens.clone(), scores.clone(), parents.clone()))
         return select(tokens, scores, parents, *rest)
 
@@ -184,7 +203,9 @@ def record(decoder: Decoder, prompts: list[list[int]], budget: int, sampling: Sa
             ahead = text[int(length) + 1 :][: tree.levels]
             if len(ahead) == tree.levels:
                 tokens, scores, parents = (tensor.cpu().numpy() for tensor in round_)
-                rows.append((scores.astype(np.float64), parents, true_path(tree, tokens, parents, ahead)))
+                rows.append(
+                    (scores.astype(np.float64), parents, true_path(tree, tokens, parents, ahead))
+                )
     drafter.select = select
     scores, parents, truth = (np.array(column) for column in zip(*rows, strict=True))
     return Recording(tree, scores, parents, truth, texts)
@@ -192,10 +213,14 @@ def record(decoder: Decoder, prompts: list[list[int]], budget: int, sampling: Sa
 
 @torch.inference_mode()
 def decode_unlaunched(decoder: Decoder, ids: list[int], budget: int, kind: str) -> list[int]:
-    """Decode by plain calls of the round, without a graph, past any stop token. Returns prompt and answer."""
+    """Decode by plain calls of the round, without a graph, past any stop token. Returns prompt and
+    answer.
+    """
     decoder.cached = []
     text = [*ids, decoder.prefill(ids, 0, kind)]
-    while len(text) < len(ids) + budget and len(text) + decoder.tree.levels < decoder.max_seq_length:
+    while (
+        len(text) < len(ids) + budget and len(text) + decoder.tree.levels < decoder.max_seq_length
+    ):
         decoder.round(decoder.slots(len(text) + decoder.reach), kind)
         count, *tokens = decoder.report.tolist()
         text += tokens[:count]
@@ -230,8 +255,12 @@ def accepted_depth(ranks: list[int], kept: set[tuple[int, ...]]) -> int:
     return depth
 
 
-def dynamic_acceptance(recording: Recording, top_k: int, levels: int, nodes: Iterable[int]) -> dict[int, float]:
-    """Mean accepted nodes of dynamic trees of several sizes, by selecting again from what was recorded."""
+def dynamic_acceptance(
+    recording: Recording, top_k: int, levels: int, nodes: Iterable[int]
+) -> dict[int, float]:
+    """Mean accepted nodes of dynamic trees of several sizes, by selecting again from what was
+    recorded.
+    """
     tree, scores = recording.tree, recording.scores
     count = scores.shape[0]
     rank = np.arange(scores.shape[1]) % tree.top_k
@@ -244,7 +273,9 @@ def dynamic_acceptance(recording: Recording, top_k: int, levels: int, nodes: Ite
         if level > 1:
             grown = grown & np.take_along_axis(beam, recording.parents[:, block], 1)
         allowed[:, block] = grown
-        best = np.argsort(np.where(grown, -scores[:, block], np.inf), axis=1, kind="stable")[:, :top_k]
+        best = np.argsort(np.where(grown, -scores[:, block], np.inf), axis=1, kind="stable")[
+            :, :top_k
+        ]
         expanded = np.zeros_like(grown)
         np.put_along_axis(expanded, best, True, 1)
         beam[:, block] = expanded & grown
@@ -275,7 +306,9 @@ def lookup_acceptance(recording: Recording, count: int) -> float:
 
 
 def likely_paths(recording: Recording, nodes: int, levels: int) -> list[list[int]]:
-    """The `nodes - 1` rank paths that are most often true, by the measured share of each rank at each depth."""
+    """The `nodes - 1` rank paths that are most often true, by the measured share of each rank at
+    each depth.
+    """
     ranks = recording.ranks
     share = []
     for depth in range(levels):
@@ -292,7 +325,9 @@ def likely_paths(recording: Recording, nodes: int, levels: int) -> list[list[int
         chosen.append(list(path))
         if len(path) < levels:
             following = share[len(path)]
-            ready += [((*path, rank), value * float(following[rank])) for rank in range(len(following))]
+            ready += [
+                ((*path, rank), value * float(following[rank])) for rank in range(len(following))
+            ]
     return chosen
 
 
@@ -331,7 +366,9 @@ def candidates(recording: Recording, costs: Costs) -> list[Candidate]:
         if paths:
             tree = static_tree(paths, f"static:nodes={len(paths) + 1} (tuned)")
             add("static", tree, paths_acceptance(recording, paths), paths)
-    for top_k, depth in itertools.product(sorted({min(k, width) for k in (2, 4, 6, 10)}), range(1, levels + 1)):
+    for top_k, depth in itertools.product(
+        sorted({min(k, width) for k in (2, 4, 6, 10)}), range(1, levels + 1)
+    ):
         fitting = [n for n in NODES if n - 1 <= top_k + (depth - 1) * top_k * top_k]
         for nodes, accepted in dynamic_acceptance(recording, top_k, depth, fitting).items():
             add("dynamic", dynamic_tree(nodes, depth, top_k), accepted)
@@ -363,8 +400,13 @@ class Choice:
 
     def to_json(self) -> dict:
         paths = self.report["paths"]
-        return {"tree": self.tree.name, "paths": paths, "gain": self.gain, "break_even": self.break_even,
-                "report": {k: v for k, v in self.report.items() if k != "paths"}}  # fmt: skip
+        return {
+            "tree": self.tree.name,
+            "paths": paths,
+            "gain": self.gain,
+            "break_even": self.break_even,
+            "report": {k: v for k, v in self.report.items() if k != "paths"},
+        }
 
     @classmethod
     def from_json(cls, values: dict) -> "Choice":
@@ -375,8 +417,14 @@ class Choice:
 
     def describe(self) -> str:
         if self.tree == NO_TREE:
-            return f"tree auto: plain decoding, since nothing beats it here (best: {self.gain:.2f} of plain)"
-        return f"tree auto: {self.tree.name}, {self.gain:.2f} times plain decoding on the tuning prompts"
+            return (
+                "tree auto: plain decoding, since nothing beats it here "
+                f"(best: {self.gain:.2f} of plain)"
+            )
+        return (
+            f"tree auto: {self.tree.name}, {self.gain:.2f} times plain decoding "
+            "on the tuning prompts"
+        )
 
 
 class Racer:
@@ -405,7 +453,9 @@ class Racer:
         return self.seconds / max(self.rounds, 1)
 
 
-def race(racers: list[Racer], prompts: list[list[int]], budget: int, sampling: SamplingConfig) -> None:
+def race(
+    racers: list[Racer], prompts: list[list[int]], budget: int, sampling: SamplingConfig
+) -> None:
     """All of them on every prompt, in turns, in an order that changes from prompt to prompt."""
     for racer in racers:
         racer.decoder.warm_up(sampling.kind)
@@ -417,21 +467,21 @@ def race(racers: list[Racer], prompts: list[list[int]], budget: int, sampling: S
 
 def tune(
     model: Transformer,
-    head: DraftHead | None,
+    head: DraftHead,
     prompts: list[list[int]],
-    sampling: SamplingConfig = SamplingConfig(),
+    sampling: SamplingConfig = GREEDY,
     compile: bool = True,
     budget: int = 48,
     say: Callable[[str], None] = lambda text: None,
 ) -> Choice:
-    """Measure and choose. `prompts` are token ids; the whole takes a minute or two on a small model."""
+    """Measure and choose. `prompts` are token ids; the whole takes a minute or two on a small
+    model.
+    """
     context = min(model.config.max_seq_length, max(map(len, prompts)) + budget + 80)
     plain = Decoder(model, context, compile=compile)
     committed = min(256, context // 2)
     say("tuning: measuring what rows and draft levels cost here ...")
     costs = Costs(row_costs(plain, ROWS, committed))
-    if head is None:
-        raise ValueError("tuning needs a head: give --draft_checkpoint_path")
     width = min(PROBE["top_k"], head.config.draft_vocab_size)
     levels = min(PROBE["levels"], max(context // 4, 1))
     beams = [beam for beam in BEAMS if beam <= width]
@@ -442,23 +492,37 @@ def tune(
     recording = record(Decoder(model, context, head, probe, compile), prompts, budget, sampling)
     found = candidates(recording, costs)
     chosen = finalists(found, 1 / costs.round(NO_TREE))
-    say(f"tuning: racing {', '.join(c.tree.name for c in chosen) or 'nothing'} against plain decoding ...")
-    racers = [Racer(plain), *(Racer(Decoder(model, context, head, c.tree, compile)) for c in chosen)]
+    names = ", ".join(c.tree.name for c in chosen)
+    say(f"tuning: racing {names or 'nothing'} against plain decoding ...")
+    racers = [
+        Racer(plain),
+        *(Racer(Decoder(model, context, head, c.tree, compile)) for c in chosen),
+    ]
     race(racers, prompts, budget, sampling)
     return decide(racers, chosen, costs, recording, found)
 
 
 def decide(
-    racers: list[Racer], chosen: list[Candidate], costs: Costs, recording: Recording, found: list[Candidate]
+    racers: list[Racer],
+    chosen: list[Candidate],
+    costs: Costs,
+    recording: Recording,
+    found: list[Candidate],
 ) -> Choice:
     """The fastest racer, if it beats plain decoding (the first of `racers`) by more than noise."""
     plain = racers[0]
     raced = [
-        {"tree": c.tree.name, "tokens_per_s": r.speed, "gain": r.speed / plain.speed,
-         "acceptance_length": r.tokens / r.rounds, "round_s": r.round_s,
-         "predicted_gain": c.speed * costs.round(NO_TREE), "predicted_acceptance_length": c.tokens}
+        {
+            "tree": c.tree.name,
+            "tokens_per_s": r.speed,
+            "gain": r.speed / plain.speed,
+            "acceptance_length": r.tokens / r.rounds,
+            "round_s": r.round_s,
+            "predicted_gain": c.speed * costs.round(NO_TREE),
+            "predicted_acceptance_length": c.tokens,
+        }
         for c, r in zip(chosen, racers[1:], strict=True)
-    ]  # fmt: skip
+    ]
     considered = sorted(found, key=lambda c: -c.speed)[:10]
     report = {
         "plain_tokens_per_s": plain.speed,
@@ -479,7 +543,9 @@ def decide(
 
 
 def depth_and_rank(recording: Recording) -> list[list[float]]:
-    """[L][K]: share of all rounds in which the true path reached this depth by a child of this rank."""
+    """[L][K]: share of all rounds in which the true path reached this depth by a child of this
+    rank.
+    """
     ranks, width = recording.ranks, recording.tree.top_k
     return [
         (np.bincount(column[column >= 0], minlength=width) / max(len(column), 1)).round(4).tolist()
@@ -501,14 +567,21 @@ def settle(
     mode: str,
     say: Callable[[str], None],
 ) -> Choice | None:
-    """The choice for target and head `files` on a device and precision (`setting`): remembered or measured.
+    """The choice for target and head `files` on a device and precision (`setting`): remembered or
+    measured.
 
-    mode: stored (None where nothing is remembered) | once (measure if need be) | again (measure anew).
+    mode: stored (None where nothing is remembered) | once (measure if need be) | again (measure
+    anew).
     """
     key = cache_key(*files, *setting, sampling.kind, compile)
     choice = None if mode == "again" else recall(files[0], key)
+    if model.config.max_seq_length < SHORTEST:
+        return None
     if choice is None and mode != "stored":
-        say("tuning: choosing the tree, once for this device, precision and head (--tree TREE skips it)")
+        say(
+            "tuning: choosing the tree, once for this device, precision and head "
+            "(--tree TREE skips it)"
+        )
         choice = tune(model, head, prompts(), sampling, compile, say=say)
         try:
             keep(files[0], key, choice)
@@ -520,7 +593,9 @@ def settle(
 
 
 def fingerprint(path: Path) -> str:
-    """A hash of a weight file that does not read all of it: size, first MiB and 64 blocks spread over the rest."""
+    """A hash of a weight file that does not read all of it: size, first MiB and 64 blocks spread
+    over the rest.
+    """
     size, block = path.stat().st_size, 1 << 16
     digest = hashlib.sha256(str(size).encode())
     with path.open("rb") as file:
@@ -535,9 +610,17 @@ def cache_path(checkpoint: Path) -> Path:
     return checkpoint.with_suffix(".tuning.json")
 
 
-def cache_key(checkpoint: Path, head: Path, device: str, precision: str, kind: str, compile: bool) -> str:
+def cache_key(
+    checkpoint: Path, head: Path, device: str, precision: str, kind: str, compile: bool
+) -> str:
     """Everything the answer depends on."""
-    parts = [device, precision, kind, "compiled" if compile else "eager", f"torch {torch.__version__}"]
+    parts = [
+        device,
+        precision,
+        kind,
+        "compiled" if compile else "eager",
+        f"torch {torch.__version__}",
+    ]
     return " | ".join([*parts, fingerprint(checkpoint), fingerprint(head)])
 
 
@@ -551,7 +634,7 @@ def recall(checkpoint: Path, key: str) -> Choice | None:
 
 
 def keep(checkpoint: Path, key: str, choice: Choice) -> None:
-    """Add a choice to the file beside the checkpoint. Raises OSError where nothing can be written."""
+    """Add a choice to the file beside the checkpoint; OSError where nothing can be written."""
     path = cache_path(checkpoint)
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))

@@ -1,4 +1,6 @@
-"""The benchmark: a run on tiny models gives a report of known shape, sums and medians are right, nothing is lost."""
+"""The benchmark: a run on tiny models gives a report of known shape, sums and medians are right,
+nothing is lost.
+"""
 
 import importlib.util
 import json
@@ -13,30 +15,62 @@ import benchmark
 import gpu_check
 import peers
 import roofline
-from benchmark import Cell
 from eagle_draft import parse_tree
 from engine import Decoder
 from model import ModelConfig
 from peers import Run
 from questions import BUILT_IN, Question, encode_question, prompts_for, read_questions, spread
+from report import Cell, compare_ids, complete, speeds, summarize
 from roofline import CARDS, PRECISIONS, SHAPES
 from sampling import SamplingConfig
 from tuning import row_costs
 
 METHOD = {
-    "method": str, "tree": str | None, "temperature": float, "tokens_per_s": float, "tokens_per_s_spread": float,
-    "times_plain": float | None, "times_plain_spread": float | None, "first_token_s": float, "tokens": int,
-    "rounds": int, "plain_rounds": int, "acceptance_length": float, "accepted_by_depth": list,
-    "draft_ms": float | None, "verify_ms": float | None, "rest_ms": float | None, "rest_share": float | None,
-    "bytes_per_token": float | None, "bandwidth_bytes_per_s": float | None, "memory_bytes": int,
+    "method": str,
+    "tree": str | None,
+    "temperature": float,
+    "tokens_per_s": float,
+    "tokens_per_s_spread": float,
+    "times_plain": float | None,
+    "times_plain_spread": float | None,
+    "first_token_s": float,
+    "tokens": int,
+    "rounds": int,
+    "plain_rounds": int,
+    "acceptance_length": float,
+    "accepted_by_depth": list,
+    "draft_ms": float | None,
+    "verify_ms": float | None,
+    "rest_ms": float | None,
+    "rest_share": float | None,
+    "bytes_per_token": float | None,
+    "bandwidth_bytes_per_s": float | None,
+    "memory_bytes": int,
     "peak_memory_bytes": int | None,
-}  # fmt: skip
+}
 REPORT = {
-    "argv": list, "device": str, "threads": int, "versions": dict, "commit": str | None, "machine": dict,
-    "interrupted": bool, "prompts": dict, "max_new_tokens": int, "repeats": int, "ignore_eos": bool, "methods": list,
+    "argv": list,
+    "device": str,
+    "threads": int,
+    "versions": dict,
+    "commit": str | None,
+    "machine": dict,
+    "interrupted": bool,
+    "prompts": dict,
+    "max_new_tokens": int,
+    "repeats": int,
+    "ignore_eos": bool,
+    "methods": list,
     "row_costs": list,
-}  # fmt: skip
-CURVE = {"target": str, "committed": int, "rows_ms": dict, "bound_ms": dict, "bytes": float | int, "head_level_ms": dict}
+}
+CURVE = {
+    "target": str,
+    "committed": int,
+    "rows_ms": dict,
+    "bound_ms": dict,
+    "bytes": float | int,
+    "head_level_ms": dict,
+}
 
 
 def check_schema(value: dict, schema: dict, also: tuple[str, ...] = ()) -> None:
@@ -62,7 +96,17 @@ def files(tmp_path_factory):
     return target, head
 
 
-QUICK = ["--num_prompts", "2", "--max_new_tokens", "10", "--repeats", "2", "--no_compile", "--peers", "none"]
+QUICK = [
+    "--num_prompts",
+    "2",
+    "--max_new_tokens",
+    "10",
+    "--repeats",
+    "2",
+    "--no_compile",
+    "--peers",
+    "none",
+]
 
 
 def run(files, *extra: str) -> int:
@@ -76,8 +120,13 @@ def finished(files, tmp_path_factory):
     out = tmp_path_factory.mktemp("out")
     lines = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("builtins.print", lambda text="", **options: lines.append(text) if "file" not in options else None)
-        code = run(files, "--tree", "chain:2", "--tree", "static", "--out", str(out), "--ignore_eos")
+        patch.setattr(
+            "builtins.print",
+            lambda text="", **options: lines.append(text) if "file" not in options else None,
+        )
+        code = run(
+            files, "--tree", "chain:2", "--tree", "static", "--out", str(out), "--ignore_eos"
+        )
     return code, "\n".join(lines), out
 
 
@@ -156,13 +205,15 @@ def cell(method: str, repeat: int, prompt: int, decoded: int, seconds: float, to
 
 def test_speed_is_the_sum_of_tokens_over_the_sum_of_seconds():
     cells = [cell("m", 0, 0, 100, 1.0), cell("m", 0, 1, 10, 1.0), cell("m", 1, 0, 110, 4.0)]
-    assert benchmark.speeds(cells) == [55.0, 27.5]  # not the mean of 100 and 10
+    assert speeds(cells) == [55.0, 27.5]  # not the mean of 100 and 10
 
 
 def test_ratios_are_taken_within_a_repetition_before_their_median():
     mine = [cell("m", r, 0, 100, s) for r, s in enumerate((1.0, 2.0, 4.0))]
-    plain = [cell("p", r, 0, 100, s) for r, s in enumerate((2.0, 4.0, 8.0))]  # the machine slowed down: ratio 2
-    row = benchmark.summarize(Method(), mine, plain)
+    plain = [
+        cell("p", r, 0, 100, s) for r, s in enumerate((2.0, 4.0, 8.0))
+    ]  # the machine slowed down: ratio 2
+    row = summarize(Method(), mine, plain)
     assert row["times_plain"] == 2.0 and row["times_plain_spread"] == 0.0
     assert row["tokens_per_s"] == 50.0 and row["tokens_per_s_spread"] == pytest.approx(1.5)
     assert row["acceptance_length"] == 2.0
@@ -171,16 +222,20 @@ def test_ratios_are_taken_within_a_repetition_before_their_median():
 def test_only_prompts_that_every_method_finished_are_compared():
     methods = [type("A", (), {"name": "a"}), type("B", (), {"name": "b"})]
     cells = [cell("a", 0, 0, 1, 1), cell("b", 0, 0, 1, 1), cell("a", 0, 1, 1, 1)]
-    assert benchmark.complete(cells, methods) == cells[:2]
+    assert complete(cells, methods) == cells[:2]
 
 
 def test_differing_ids_are_located_with_their_gap():
     model = random_model()
     decoder = Decoder(model, 64, compile=False)
     plain = [cell("p", 0, 0, 3, 1, [7, 8, 9])]
-    found = benchmark.compare_ids([cell("m", 0, 0, 3, 1, [7, 5, 9])], plain, decoder, [[1, 2]], 0)
-    assert found["identical"] == 0 and found["first_difference"] == 1 and isinstance(found["gap"], float)
-    short = benchmark.compare_ids([cell("m", 0, 0, 2, 1, [7, 8])], plain, decoder, [[1, 2]], 0)
+    found = compare_ids([cell("m", 0, 0, 3, 1, [7, 5, 9])], plain, decoder, [[1, 2]], 0)
+    assert (
+        found["identical"] == 0
+        and found["first_difference"] == 1
+        and isinstance(found["gap"], float)
+    )
+    short = compare_ids([cell("m", 0, 0, 2, 1, [7, 8])], plain, decoder, [[1, 2]], 0)
     assert short["first_difference"] == 2 and short["gap"] is None
 
 
@@ -239,17 +294,26 @@ class Words:
 
 def prompts_from(files, path, monkeypatch, *extra):
     monkeypatch.setattr(benchmark, "find_tokenizer", lambda *_: Words())
-    args = benchmark.parse_args(["--checkpoint_path", str(files[0]), "--questions", str(path), *extra])
+    args = benchmark.parse_args(
+        ["--checkpoint_path", str(files[0]), "--questions", str(path), *extra]
+    )
     return benchmark.read_prompts(args)
 
 
-def test_bad_and_too_long_questions_are_refused_or_skipped_as_the_flag_says(files, tmp_path, monkeypatch, capsys):
+def test_bad_and_too_long_questions_are_refused_or_skipped_as_the_flag_says(
+    files, tmp_path, monkeypatch, capsys
+):
     long = json.dumps({"question_id": 2, "category": "b", "turns": ["word " * 600]})
-    for bad, said in (("{", "line 2: not JSON"), (long, "line 2: 601 tokens and 10 new ones do not fit")):
+    for bad, said in (
+        ("{", "line 2: not JSON"),
+        (long, "line 2: 601 tokens and 10 new ones do not fit"),
+    ):
         path = write_lines(tmp_path / "q.jsonl", GOOD, bad)
         with pytest.raises(ValueError, match=f"{said}.*--bad_questions skip"):
             prompts_from(files, path, monkeypatch, "--max_new_tokens", "10")
-        prompts, skipped = prompts_from(files, path, monkeypatch, "--max_new_tokens", "10", "--bad_questions", "skip")
+        prompts, skipped = prompts_from(
+            files, path, monkeypatch, "--max_new_tokens", "10", "--bad_questions", "skip"
+        )
         assert prompts == [[0, 1]] and len(skipped) == 1
         assert said in capsys.readouterr().err
     path = write_lines(tmp_path / "q.jsonl", "{")
@@ -260,7 +324,14 @@ def test_bad_and_too_long_questions_are_refused_or_skipped_as_the_flag_says(file
 def test_the_built_in_set_has_32_prompts_of_six_categories():
     questions, problems = read_questions(BUILT_IN)
     assert len(questions) == 32 and not problems
-    assert {q.category for q in questions} == {"chat", "code", "maths", "summary", "translation", "retrieval"}
+    assert {q.category for q in questions} == {
+        "chat",
+        "code",
+        "maths",
+        "summary",
+        "translation",
+        "retrieval",
+    }
     assert len({q.text for q in questions}) == len({q.question_id for q in questions}) == 32
     assert {q.category for q in spread(questions, 6)} == {q.category for q in questions}
 
@@ -273,14 +344,20 @@ def test_spread_takes_from_every_category_in_turn_and_keeps_the_order():
 
 def test_prompts_without_a_tokenizer_stay_inside_vocabulary_and_length():
     prompts = prompts_for(None, 50, 3, 10)
-    assert len(prompts) == 3 and all(0 <= i < 50 for p in prompts for i in p) and max(map(len, prompts)) <= 10
+    assert (
+        len(prompts) == 3
+        and all(0 <= i < 50 for p in prompts for i in p)
+        and max(map(len, prompts)) <= 10
+    )
     assert encode_question(Question(1, 1, "a", "one two"), Words()) == [0, 1, 1]
 
 
 # ---------------------------------------------------------------- peers
 
 
-def test_a_peer_that_is_not_installed_is_named_with_the_command_that_installs_it(files, monkeypatch, capsys):
+def test_a_peer_that_is_not_installed_is_named_with_the_command_that_installs_it(
+    files, monkeypatch, capsys
+):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match="llama.cpp is not installed: pip install"):
         run(files, "--peers", "llama.cpp")
@@ -312,10 +389,18 @@ def test_a_peer_stands_in_the_table_beside_ours(files, monkeypatch, capsys):
     assert run(files, "--tree", "chain:2", "--no_row_costs", "--ignore_eos", "--lookup", "0") == 0
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     check_report(report)
-    row = next(row for row in report["methods"] if row["method"] == "peer" and row["temperature"] == 0)
-    assert row["tokens_per_s"] == 18.0 and row["draft_ms"] is None and row["bandwidth_bytes_per_s"] is None
+    row = next(
+        row for row in report["methods"] if row["method"] == "peer" and row["temperature"] == 0
+    )
+    assert (
+        row["tokens_per_s"] == 18.0
+        and row["draft_ms"] is None
+        and row["bandwidth_bytes_per_s"] is None
+    )
     assert row["times_plain"] > 0 and row["ids"]["identical"] == 0
-    other = next(row for row in report["methods"] if row["method"] == "peer" and row["temperature"] == 1)
+    other = next(
+        row for row in report["methods"] if row["method"] == "peer" and row["temperature"] == 1
+    )
     assert "ids" not in other, "another sampler: its ids mean nothing"
 
 
@@ -324,7 +409,10 @@ def test_transformers_gives_our_greedy_ids_and_counts_its_forwards():
     pytest.importorskip("transformers")
     base = GOLDEN / "eagle2_tiny_seed0" / "target"
     shared: dict = {}
-    plain, lookup = (peers.open_peer(n, base / "x", None, 64, 1, shared) for n in ("transformers", "transformers-lookup"))
+    plain, lookup = (
+        peers.open_peer(n, base / "x", None, 64, 1, shared)
+        for n in ("transformers", "transformers-lookup")
+    )
     assert plain.model is lookup.model
     ids, budget = [1, 2, 3, 1, 2, 3], 20
     first = plain.run(ids, SamplingConfig(), budget, frozenset())
@@ -343,12 +431,20 @@ def test_predictions_follow_the_stated_formulas():
     alone = roofline.target_seconds(shape, "bf16", 1, card)
     assert alone == pytest.approx((2 * shape.parameters + 1024 * 524288) / (0.9 * 936e9))
     many = roofline.target_seconds(shape, "int4", 64, card)
-    assert many == pytest.approx(2 * shape.parameters * 64 / (0.9 * 71.2e12)), "int4 at 64 rows is bound by products"
+    assert many == pytest.approx(2 * shape.parameters * 64 / (0.9 * 71.2e12)), (
+        "int4 at 64 rows is bound by products"
+    )
     rows = roofline.predict(card)
     assert len(rows) == len(PRECISIONS) * (4 + len(roofline.PUBLISHED))
-    drafted = next(r for r in rows if r["model"] == "LLaMA-3.1-8B" and r["precision"] == "bf16" and r["draft"] == "EAGLE-3")
+    drafted = next(
+        r
+        for r in rows
+        if r["model"] == "LLaMA-3.1-8B" and r["precision"] == "bf16" and r["draft"] == "EAGLE-3"
+    )
     assert drafted["tokens_per_s"] == pytest.approx(6.13 / (drafted["round_ms"] / 1e3))
-    assert not next(r for r in rows if r["model"] == "Vicuna-13B" and r["precision"] == "bf16")["fits"]
+    assert not next(r for r in rows if r["model"] == "Vicuna-13B" and r["precision"] == "bf16")[
+        "fits"
+    ]
 
 
 def test_the_roofline_needs_no_model_and_knows_its_cards(capsys):
@@ -363,7 +459,10 @@ def test_bounds_of_this_machine_are_positive_and_a_bound_is_the_larger_of_two():
     device = torch.device("cpu")
     assert roofline.copy_bandwidth(device, 1 << 20) > 0
     assert roofline.product_rate(device, torch.float32, 64) > 0
-    assert roofline.bound(100.0, 10.0, 10.0, 10.0) == 10.0 and roofline.bound(10.0, 100.0, 10.0, 10.0) == 10.0
+    assert (
+        roofline.bound(100.0, 10.0, 10.0, 10.0) == 10.0
+        and roofline.bound(10.0, 100.0, 10.0, 10.0) == 10.0
+    )
 
 
 def test_row_costs_leave_the_decoder_as_it_was():
@@ -403,13 +502,27 @@ def test_a_tree_without_a_head_is_refused(files):
 # ---------------------------------------------------------------- the GPU check, its logic on a CPU
 
 TINY = ModelConfig(
-    vocab_size=160, dim=128, n_layer=2, n_head=4, n_kv_head=4, head_dim=32, intermediate_size=256, norm_eps=1e-5,
+    vocab_size=160,
+    dim=128,
+    n_layer=2,
+    n_head=4,
+    n_kv_head=4,
+    head_dim=32,
+    intermediate_size=256,
+    norm_eps=1e-5,
     max_seq_length=256,
-)  # fmt: skip
+)
 PLAN = gpu_check.Plan(
-    config=TINY, modes=(None, "int4"), trees=("none", "chain:4"), kernel_shapes=((128, 128),), tokens=33, context=128,
-    compile=False, tests=False, demo=Path("absent"),
-)  # fmt: skip
+    config=TINY,
+    modes=(None, "int4"),
+    trees=("none", "chain:4"),
+    kernel_shapes=((128, 128),),
+    tokens=33,
+    context=128,
+    compile=False,
+    tests=False,
+    demo=Path("absent"),
+)
 
 
 def test_the_gpu_check_runs_every_section_and_writes_both_files(tmp_path, capsys):
@@ -422,7 +535,11 @@ def test_the_gpu_check_runs_every_section_and_writes_both_files(tmp_path, capsys
         assert plain["acceptance_length"] == 1 and drafted["acceptance_length"] > 3
         assert drafted["bound_ms"] > 0 and drafted["replays_per_round"] is None
     text = (tmp_path / "gpu_check.md").read_text()
-    assert "chain:4" in text and "int8-dynamic | 128 x 128" in text and capsys.readouterr().out.strip() == text.strip()
+    assert (
+        "chain:4" in text
+        and "int8-dynamic | 128 x 128" in text
+        and capsys.readouterr().out.strip() == text.strip()
+    )
 
 
 def test_a_failing_section_is_recorded_and_the_next_one_runs(tmp_path, monkeypatch):
@@ -430,7 +547,9 @@ def test_a_failing_section_is_recorded_and_the_next_one_runs(tmp_path, monkeypat
         raise RuntimeError("no such kernel\nat all")
 
     monkeypatch.setattr(gpu_check, "check_kernels", broken)
-    assert gpu_check.check(torch.device("cpu"), tmp_path, gpu_check.smaller(PLAN, modes=(None,))) == 1
+    assert (
+        gpu_check.check(torch.device("cpu"), tmp_path, gpu_check.smaller(PLAN, modes=(None,))) == 1
+    )
     report = json.loads((tmp_path / "gpu_check.json").read_text())
     assert report["failures"] == {"kernels": "RuntimeError: no such kernel at all"}
     assert "decoding unquantised" in report["sections"]
@@ -438,21 +557,38 @@ def test_a_failing_section_is_recorded_and_the_next_one_runs(tmp_path, monkeypat
 
 
 def test_no_section_begins_after_the_deadline(tmp_path):
-    assert gpu_check.check(torch.device("cpu"), tmp_path, gpu_check.smaller(PLAN, deadline_s=-1.0)) == 1
+    assert (
+        gpu_check.check(torch.device("cpu"), tmp_path, gpu_check.smaller(PLAN, deadline_s=-1.0))
+        == 1
+    )
     report = json.loads((tmp_path / "gpu_check.json").read_text())
     assert not report["sections"] and len(report["failures"]) == 4
 
 
 def test_launches_are_counted_per_round():
-    calls = {"cudaGraphLaunch": 40, "cudaEventSynchronize": 40, "cudaMemcpyAsync": 40, "cudaLaunchKernel": 4, "aten::mm": 9}
-    assert gpu_check.launches(calls, 40) == {"replays_per_round": 1.0, "launches_per_round": 0.1, "waits_per_round": 1.0}
+    calls = {
+        "cudaGraphLaunch": 40,
+        "cudaEventSynchronize": 40,
+        "cudaMemcpyAsync": 40,
+        "cudaLaunchKernel": 4,
+        "aten::mm": 9,
+    }
+    assert gpu_check.launches(calls, 40) == {
+        "replays_per_round": 1.0,
+        "launches_per_round": 0.1,
+        "waits_per_round": 1.0,
+    }
 
 
 def test_wrong_ids_and_extra_replays_fail_the_check():
     row = {"tree": "chain:4", "ids_as_plain": False, "replays_per_round": 2.0}
-    wrong = gpu_check.verdicts({"decoding int8": [row], "tests": {"passed": False, "summary": "1 failed"}, "demo": {}})
+    wrong = gpu_check.verdicts(
+        {"decoding int8": [row], "tests": {"passed": False, "summary": "1 failed"}, "demo": {}}
+    )
     assert len(wrong) == 3
-    assert not gpu_check.verdicts({"decoding int8": [row | {"ids_as_plain": True, "replays_per_round": 1.0}]})
+    assert not gpu_check.verdicts(
+        {"decoding int8": [row | {"ids_as_plain": True, "replays_per_round": 1.0}]}
+    )
 
 
 def test_the_gpu_check_needs_a_gpu(tmp_path):
@@ -475,7 +611,9 @@ def test_the_made_up_head_is_wrong_exactly_after_every_fourth_token():
 
 def test_a_method_reports_its_own_tree_and_memory():
     model = table_model(cycle_table(24))
-    method = benchmark.TalonMethod("m", "g", Decoder(model, 64, table_head(model), parse_tree("chain:3"), compile=False))
+    method = benchmark.TalonMethod(
+        "m", "g", Decoder(model, 64, table_head(model), parse_tree("chain:3"), compile=False)
+    )
     run_ = method.run([1, 2], SamplingConfig(), 20, frozenset())
     assert run_.tokens == [(3 + i) % 24 for i in range(20)]
     assert run_.rounds == 5 and run_.decoded == 19 and run_.accepted_by_depth[0] == 5

@@ -169,6 +169,8 @@ class Fixed:
     def learn(self, *_):
         pass
 
+    read = learn
+
 
 @pytest.mark.parametrize(
     "paths",

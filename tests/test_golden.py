@@ -26,7 +26,7 @@ class Recorder:
     def __init__(self, decoder) -> None:
         drafter = decoder.drafter
         self.trees, self.levels, self.logits, self.learned = [], [], [], []
-        propose, learn, logits = drafter.propose, drafter.learn, drafter.head.logits
+        propose, absorb, logits = drafter.propose, drafter.learn, drafter.head.logits
 
         def spy_propose(*args):
             length = int(args[1])
@@ -44,7 +44,7 @@ class Recorder:
             }
             entry["start"] = int(start)
             self.learned.append(entry)
-            learn(features, path, tokens, start, last, slots)
+            absorb(features, path, tokens, start, last, slots)
 
         def spy_logits(hidden):
             values = logits(hidden)
@@ -59,6 +59,7 @@ class Recorder:
                 self.learned[-1]["out"] = output[: len(self.learned[-1]["ids"])].clone()
 
         drafter.propose, drafter.learn, drafter.head.logits = spy_propose, spy_learn, spy_logits
+        drafter.read = spy_learn
         drafter.head.register_forward_hook(hook)
 
 

@@ -1,4 +1,6 @@
-"""Prompt lookup and falling back: ids stay those of plain decoding, guesses are what followed before, nothing waits."""
+"""Prompt lookup and falling back: ids stay those of plain decoding, guesses are what followed
+before, nothing waits.
+"""
 
 import pytest
 import torch
@@ -206,11 +208,18 @@ def test_what_a_useless_draft_costs_stays_small():
 
 
 def fallback_pairs() -> dict:
-    random, table = random_model(max_seq_length=512), table_model(cycle_table(24, gap=3.0), max_seq_length=512)
+    random, table = (
+        random_model(max_seq_length=512),
+        table_model(cycle_table(24, gap=3.0), max_seq_length=512),
+    )
     return {
         "random eagle1": (random, random_head(random), "static"),
         "random eagle3": (random, random_head(random, "eagle3", draft_vocab_size=96), "chain:3"),
-        "half": (table, table_head(table, tuple(range(0, 24, 2))), "dynamic:nodes=8,levels=3,top_k=4"),
+        "half": (
+            table,
+            table_head(table, tuple(range(0, 24, 2))),
+            "dynamic:nodes=8,levels=3,top_k=4",
+        ),
         "lookup": (random, None, "lookup:4"),
     }
 
@@ -232,7 +241,7 @@ def test_ids_equal_plain_ids_while_drafting_pauses_and_returns(name, sampling):
 
 
 def test_after_a_pause_the_drafter_knows_what_it_would_have_learned():
-    """The trees after a return equal those of a decoder that never paused, at the same positions."""
+    """Trees after a return equal those of a decoder that never paused, at the same positions."""
     model = random_model(max_seq_length=512)
     trees = {}
     for kind in ("steady", "pausing"):

@@ -1,4 +1,6 @@
-"""Choosing a tree: recorded acceptance equals real acceptance, the choice follows from the costs, and it is kept."""
+"""Choosing a tree: recorded acceptance equals real acceptance, the choice follows from the costs,
+and it is kept.
+"""
 
 import json
 
@@ -50,11 +52,16 @@ def measured(tree, sampling, budget=100) -> float:
     return sum(r.stats.emitted for r in runs) / sum(r.stats.rounds for r in runs) - 1
 
 
-@pytest.mark.parametrize("text", ["chain:3", "static", "dynamic:nodes=8,levels=3,top_k=3", "dynamic:nodes=16,levels=5,top_k=6"])
+@pytest.mark.parametrize(
+    "text",
+    ["chain:3", "static", "dynamic:nodes=8,levels=3,top_k=3", "dynamic:nodes=16,levels=5,top_k=6"],
+)
 def test_recorded_acceptance_foretells_that_of_real_decoding(recording, text):
     tree = parse_tree(text)
     if text.startswith("dynamic"):
-        foretold = tuning.dynamic_acceptance(recording, tree.top_k, tree.levels, [tree.nodes])[tree.nodes]
+        foretold = tuning.dynamic_acceptance(recording, tree.top_k, tree.levels, [tree.nodes])[
+            tree.nodes
+        ]
     else:
         paths = EAGLE1_PATHS if text == "static" else [[0], [0, 0], [0, 0, 0]]
         foretold = tuning.paths_acceptance(recording, paths)
@@ -96,21 +103,34 @@ def test_likely_paths_are_a_tree_of_the_most_frequent_ranks(recording):
     known = {tuple(path) for path in paths}
     assert len(paths) <= 11 and [0] in paths
     assert all(path[:-1] in known for path in known if len(path) > 1)
-    shares = [tuning.paths_acceptance(recording, tuning.likely_paths(recording, n, 4)) for n in (2, 4, 8, 16)]
+    shares = [
+        tuning.paths_acceptance(recording, tuning.likely_paths(recording, n, 4))
+        for n in (2, 4, 8, 16)
+    ]
     assert shares == sorted(shares)
 
 
 def test_cheap_rows_choose_a_large_tree_and_dear_rows_a_small_one(recording):
     flat = Costs({1: 1.0, 64: 1.0}, {1: 0.001, 10: 0.001})
     steep = Costs({1: 1.0, 64: 64.0}, {1: 0.5, 10: 0.5}, 0.1, 0.1)
-    best = {name: max(tuning.candidates(recording, c), key=lambda c: c.speed) for name, c in (("flat", flat), ("steep", steep))}
+    best = {
+        name: max(tuning.candidates(recording, c), key=lambda c: c.speed)
+        for name, c in (("flat", flat), ("steep", steep))
+    }
     assert best["flat"].tree.nodes > best["steep"].tree.nodes
     assert best["flat"].tokens > best["steep"].tokens
 
 
 def test_costs_interpolate_between_what_was_measured():
     costs = Costs({1: 1.0, 3: 2.0, 9: 5.0}, {1: 0.1, 5: 0.5}, first=0.01, learn=0.02)
-    assert [tuning.interpolate(costs.rows, n) for n in (1, 2, 3, 6, 9, 50)] == [1, 1.5, 2, 3.5, 5, 5]
+    assert [tuning.interpolate(costs.rows, n) for n in (1, 2, 3, 6, 9, 50)] == [
+        1,
+        1.5,
+        2,
+        3.5,
+        5,
+        5,
+    ]
     assert costs.round(NO_TREE) == 1.0
     assert costs.round(parse_tree("chain:2")) == pytest.approx(2.0 + 0.03 + 0.1)
     assert costs.round(parse_tree("lookup:2")) == 2.0
@@ -125,7 +145,9 @@ class Fixed:
         self.racer = racer
 
 
-@pytest.mark.parametrize(("gain", "drafts"), [(0.7, False), (1.0, False), (1.01, False), (1.1, True), (2.0, True)])
+@pytest.mark.parametrize(
+    ("gain", "drafts"), [(0.7, False), (1.0, False), (1.01, False), (1.1, True), (2.0, True)]
+)
 def test_drafting_is_chosen_only_when_the_race_says_it_wins(recording, gain, drafts):
     costs = Costs({1: 1.0, 64: 1.0}, {1: 0.1, 10: 0.1})
     candidate = Candidate(parse_tree("chain:3"), "chain", 2.0, 1.5)
@@ -164,7 +186,11 @@ def test_a_whole_tuning_names_a_tree_that_decodes_the_same_ids(kind):
         decode(Decoder(model, 300, compile=False), [4, 4], 150, sampling).tokens
     )
     again = Choice.from_json(json.loads(json.dumps(choice.to_json())))
-    assert (again.tree, again.gain, again.break_even) == (choice.tree, choice.gain, choice.break_even)
+    assert (again.tree, again.gain, again.break_even) == (
+        choice.tree,
+        choice.gain,
+        choice.break_even,
+    )
 
 
 def test_a_small_draft_vocabulary_bounds_the_trees():
@@ -186,7 +212,16 @@ def test_a_tuned_static_tree_survives_the_file(tmp_path):
     assert tuning.recall(checkpoint, "c") is None
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"version": 9, "choices": {}}', '{"version": 1, "choices": {"a": {"tree": "oak"}}}'])
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "{",
+        "[]",
+        '{"version": 9, "choices": {}}',
+        '{"version": 1, "choices": {"a": {"tree": "oak"}}}',
+    ],
+)
 def test_a_damaged_cache_is_measured_again_and_replaced(tmp_path, content):
     checkpoint = tmp_path / "t.safetensors"
     tuning.cache_path(checkpoint).write_text(content)
@@ -222,8 +257,16 @@ def files(tmp_path):
 
 
 def generate(files, *extra: str) -> int:
-    arguments = ["--checkpoint_path", str(files[0]), "--draft_checkpoint_path", str(files[1]), "--no_compile"]
-    return main([*arguments, "--prompt_ids", "1 2 3", "--max_new_tokens", "12", "--ignore_eos", *extra])
+    arguments = [
+        "--checkpoint_path",
+        str(files[0]),
+        "--draft_checkpoint_path",
+        str(files[1]),
+        "--no_compile",
+    ]
+    return main(
+        [*arguments, "--prompt_ids", "1 2 3", "--max_new_tokens", "12", "--ignore_eos", *extra]
+    )
 
 
 def fixed_choice(monkeypatch, tree: str) -> list[int]:
@@ -260,7 +303,9 @@ def test_a_library_load_uses_the_preset_and_then_what_was_measured(files, monkey
     assert load(*files, compile=False, max_seq_length=64).card["tree"] == "static" and not calls
     engine = load(*files, compile=False, max_seq_length=64, tune="once")
     assert engine.decoder.tree == parse_tree("chain:2") and engine.decoder.pace.break_even == 1.3
-    assert load(*files, compile=False, max_seq_length=64).card["tree"] == "chain:2" and len(calls) == 1
+    assert (
+        load(*files, compile=False, max_seq_length=64).card["tree"] == "chain:2" and len(calls) == 1
+    )
     assert load(*files, tree="chain:1", compile=False, max_seq_length=64).card["tree"] == "chain:1"
 
 

@@ -1,0 +1,228 @@
+"""What the benchmark says: sums and medians of its measurements, tables, one JSON object, plots.
+
+Leaves out: measuring (benchmark.py) and drawing (plots.py).
+"""
+
+import json
+import platform
+import statistics
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from engine import Decoder
+from generate import choice_gap, note
+from peers import Run
+from sampling import SamplingConfig
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One measurement and where it belongs."""
+
+    method: str
+    temperature: float
+    repeat: int
+    prompt: int
+    run: Run
+
+
+def complete(cells: list[Cell], methods: list) -> list[Cell]:
+    """The cells of prompts that every method has finished: what an interruption leaves is compared
+    like with like.
+    """
+    done: dict[tuple, set[str]] = {}
+    for cell in cells:
+        done.setdefault((cell.temperature, cell.repeat, cell.prompt), set()).add(cell.method)
+    full = {key for key, names in done.items() if len(names) == len(methods)}
+    return [cell for cell in cells if (cell.temperature, cell.repeat, cell.prompt) in full]
+
+
+def speeds(cells: list[Cell]) -> list[float]:
+    """Tokens per second of each repetition: sum of tokens over sum of seconds."""
+    repeats: dict[int, list[Run]] = {}
+    for cell in cells:
+        repeats.setdefault(cell.repeat, []).append(cell.run)
+    totals = [
+        (sum(r.decoded for r in runs), sum(r.decode_s for r in runs)) for runs in repeats.values()
+    ]
+    return [tokens / seconds if seconds else 0.0 for tokens, seconds in totals]
+
+
+def spread_of(values: list[float]) -> float:
+    """Distance of the extremes as a share of the median."""
+    middle = statistics.median(values) if values else 0.0
+    return (max(values) - min(values)) / middle if middle else 0.0
+
+
+def summarize(method: object, cells: list[Cell], plain: list[Cell]) -> dict:
+    """One method at one temperature. `plain` holds the cells of its target's plain decoding, or
+    none.
+    """
+    runs = [cell.run for cell in cells]
+    own, base = speeds(cells), speeds(plain)
+    ratios = [a / b for a, b in zip(own, base, strict=False) if b]
+    rounds, decoded = sum(r.rounds for r in runs), sum(r.decoded for r in runs)
+    decode_s = sum(r.decode_s for r in runs)
+    draft_s, verify_s = sum(r.draft_s for r in runs), sum(r.verify_s for r in runs)
+    moved = sum(r.moved_bytes for r in runs)
+    depth = max((len(r.accepted_by_depth) for r in runs), default=0)
+    by_depth = [sum((r.accepted_by_depth + [0] * depth)[d] for r in runs) for d in range(depth)]
+    known = bool(verify_s)
+    return {
+        "method": method.name,
+        "tree": getattr(method, "tree", None),
+        "temperature": cells[0].temperature,
+        "tokens_per_s": statistics.median(own),
+        "tokens_per_s_spread": spread_of(own),
+        "times_plain": statistics.median(ratios) if ratios else None,
+        "times_plain_spread": spread_of(ratios) if ratios else None,
+        "first_token_s": statistics.median(r.prefill_s for r in runs),
+        "tokens": decoded,
+        "rounds": rounds,
+        "plain_rounds": sum(r.plain_rounds for r in runs),
+        "acceptance_length": decoded / rounds if rounds else 0.0,
+        "accepted_by_depth": [count / rounds for count in by_depth] if rounds else [],
+        "draft_ms": draft_s / rounds * 1e3 if known and rounds else None,
+        "verify_ms": verify_s / rounds * 1e3 if known and rounds else None,
+        "rest_ms": (decode_s - draft_s - verify_s) / rounds * 1e3 if known and rounds else None,
+        "rest_share": (decode_s - draft_s - verify_s) / decode_s if known and decode_s else None,
+        "bytes_per_token": moved / decoded if moved and decoded else None,
+        "bandwidth_bytes_per_s": moved / decode_s if moved and decode_s else None,
+        "memory_bytes": method.memory_bytes,
+        "peak_memory_bytes": max((r.peak_memory_bytes for r in runs), default=0) or None,
+    }
+
+
+def compare_ids(
+    cells: list[Cell], plain: list[Cell], decoder: Decoder, prompts: list[list[int]], seed: int
+) -> dict:
+    """Whether a method's ids are those of plain decoding on every prompt, else the first difference
+    and its gap.
+    """
+    wanted = {cell.prompt: cell.run.tokens for cell in plain if cell.repeat == 0}
+    mine = {cell.prompt: cell.run.tokens for cell in cells if cell.repeat == 0}
+    differing = [number for number in sorted(mine) if mine[number] != wanted.get(number)]
+    result = {
+        "prompts": len(mine),
+        "identical": len(mine) - len(differing),
+        "first_difference": None,
+        "gap": None,
+    }
+    if differing:
+        number = differing[0]
+        ours, theirs = mine[number], wanted[number]
+        shorter = min(len(ours), len(theirs))
+        at = next((i for i in range(shorter) if ours[i] != theirs[i]), shorter)
+        result |= {"first_prompt": number, "first_difference": at}
+        if at < shorter:
+            sampling = SamplingConfig(cells[0].temperature, seed=seed + number)
+            result["gap"] = choice_gap(
+                decoder, prompts[number] + theirs[:at], theirs[at], ours[at], sampling
+            )
+    return result
+
+
+# ---------------------------------------------------------------- for people and for machines
+
+
+def cell_text(value: float | None, form: str, scale: float = 1.0) -> str:
+    return "" if value is None else format(value * scale, form)
+
+
+def table(rows: list[dict]) -> str:
+    """Markdown for people: one line a method and temperature."""
+    lines = [
+        "| method | T | tokens/s | spread | x plain | first token ms | accept. "
+        "| draft ms | verify ms | rest ms "
+        "| GB/s | MB/token | memory GB | ids as plain |",
+        "|---|" + "---|" * 13,
+    ]
+    for row in rows:
+        ids = row.get("ids")
+        same = (
+            ""
+            if ids is None
+            else "all"
+            if ids["identical"] == ids["prompts"]
+            else (
+                f"{ids['identical']} of {ids['prompts']}"
+                + (f", gap {ids['gap']:.2g}" if ids["gap"] is not None else "")
+            )
+        )
+        columns = [
+            row["method"],
+            f"{row['temperature']:g}",
+            f"{row['tokens_per_s']:.1f}",
+            f"{row['tokens_per_s_spread']:.1%}",
+            cell_text(row["times_plain"], ".2f"),
+            cell_text(row["first_token_s"], ".0f", 1e3),
+            f"{row['acceptance_length']:.2f}",
+            cell_text(row["draft_ms"], ".2f"),
+            cell_text(row["verify_ms"], ".2f"),
+            cell_text(row["rest_ms"], ".2f"),
+            cell_text(row["bandwidth_bytes_per_s"], ".1f", 1e-9),
+            cell_text(row["bytes_per_token"], ".0f", 1e-6),
+            cell_text(row["memory_bytes"], ".2f", 1e-9),
+            same,
+        ]
+        lines.append("| " + " | ".join(columns) + " |")
+    return "\n".join(lines)
+
+
+def curve_table(curves: list[dict]) -> str:
+    lines = []
+    for curve in curves:
+        counts = list(curve["rows_ms"])
+        lines += [
+            f"| {curve['target']}, rows | " + " | ".join(map(str, counts)) + " |",
+            "|---|" + "---|" * len(counts),
+            "| forward ms | " + " | ".join(f"{curve['rows_ms'][n]:.2f}" for n in counts) + " |",
+            "| bound ms | " + " | ".join(f"{curve['bound_ms'][n]:.2f}" for n in counts) + " |",
+        ]
+        for name, levels in curve["head_level_ms"].items():
+            lines.append(
+                f"{name}, ms a level: " + ", ".join(f"{ms:.2f} at {b}" for b, ms in levels.items())
+            )
+        lines.append("")
+    return "\n".join(lines)
+
+
+def heading(report: dict) -> str:
+    """What was measured, where and with what: a table without it means nothing."""
+    machine = report["machine"]
+    return (
+        f"{report['device']}, torch {report['versions']['torch']}, "
+        f"commit {(report['commit'] or 'unknown')[:10]}; {report['prompts']['count']} prompts of "
+        f"{report['prompts']['file']}, "
+        f"{report['max_new_tokens']} tokens at most, {report['repeats']} repetitions"
+        f"{' (interrupted)' if report['interrupted'] else ''}; copy "
+        f"{machine['copy_bytes_per_s'] / 1e9:.1f} GB/s, "
+        f"products {machine['product_ops_per_s'] / 1e9:.0f} GFLOP/s"
+    )
+
+
+def versions() -> dict:
+    """Of everything whose speed shows in the table."""
+    found = {"python": platform.python_version(), "torch": torch.__version__}
+    for name in ("transformers", "llama_cpp"):
+        module = sys.modules.get(name)
+        if module is not None:
+            found[name] = module.__version__
+    return found
+
+
+def write_reports(out: Path, report: dict) -> None:
+    """results.json (one line), results.md and, where matplotlib is installed, the plots."""
+    (out / "results.json").write_text(json.dumps(report) + "\n", encoding="utf-8")
+    text = f"{heading(report)}\n\n{table(report['methods'])}\n\n{curve_table(report['row_costs'])}"
+    (out / "results.md").write_text(text, encoding="utf-8")
+    try:
+        import plots
+    except ImportError:
+        note("without plots: matplotlib is not installed: pip install matplotlib")
+        return
+    for path in plots.draw(report, out):
+        note(f"wrote {path}")

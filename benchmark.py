@@ -26,25 +26,9 @@ import torch
 
 from cli import Parser, run
 from engine import Decoder, Generation
-from generate import (
-    DEMO,
-    DTYPES,
-    bytes_per_round,
-    device_name,
-    find_tokenizer,
-    fit_context,
-    fit_tree,
-    load_head,
-    load_target,
-    module_bytes,
-    note,
-    peak_memory,
-    pick_device,
-    pick_dtype,
-    precision_name,
-    project_commit,
-    read_kind,
-)
+from generate import DEMO, note
+from loading import DTYPES, device_name, find_tokenizer, fit_context, fit_tree, load_head, load_target, pick_device, pick_dtype, precision_name, read_kind
+from records import bytes_per_round, module_bytes, peak_memory, project_commit
 from model import ModelConfig, Transformer
 from peers import NAMES, Run, missing, open_peer, open_peers
 from questions import BUILT_IN, encode_question, prompts_for, read_questions, spread

@@ -286,15 +286,15 @@ def parse_tree(text: str) -> Tree:
     kind, _, rest = text.partition(":")
     if text == "none":
         return NO_TREE
-    if kind == "chain" and rest.isdigit() and 1 <= int(rest) <= 64:
+    if kind == "chain" and is_count(rest) and 1 <= int(rest) <= 64:
         return chain(int(rest))
-    if kind == "lookup" and rest.isdigit() and 1 <= int(rest) <= 64:
+    if kind == "lookup" and is_count(rest) and 1 <= int(rest) <= 64:
         return Tree(text, nodes=int(rest) + 1, levels=int(rest), top_k=1, beam=0, lookup=True)
     if text == "static":
         return static_tree(EAGLE1_PATHS, "static")
     if kind == "dynamic":
         pairs = [item.partition("=")[::2] for item in rest.split(",") if rest]
-        if all(key in ("nodes", "levels", "top_k") and value.isdigit() for key, value in pairs):
+        if all(key in ("nodes", "levels", "top_k") and is_count(value) for key, value in pairs):
             return dynamic_tree(**{key: int(value) for key, value in pairs})
     if text.endswith(".json"):
         return static_tree(read_paths(Path(text)), text)
@@ -304,10 +304,14 @@ def parse_tree(text: str) -> Tree:
     )
 
 
+def is_count(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) < 10
+
+
 def read_paths(path: Path) -> list[list[int]]:
     try:
         paths = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(
             f"tree file {path} cannot be read as JSON ({error}): give a list of paths"
         ) from None

@@ -229,6 +229,7 @@ class Decoder:
         """
         self.catch_up(len(self.cached) + 1)
         self.length.fill_(start)
+        self.cached = self.cached[:start]  # an interrupted prefill must not leave more than what is right
         padding = [0] * (-(len(ids) - start) % self.chunk + 1)
         tokens = torch.tensor(ids[start:] + padding, device=self.device)
         for offset in range(0, len(ids) - start, self.chunk):

@@ -1,6 +1,6 @@
 """Triton kernels for quantised linear layers on an NVIDIA GPU: few rows, weights read once.
 
-    w8a16  int8 weights, fp16 / bf16 / fp32 rows        w4a16  4-bit weights in groups, the same rows
+    w8a16  int8 weights, fp16 / bf16 / fp32 rows    w4a16  4-bit weights in groups, the same rows
     w8a8   int8 weights, int8 rows
 
 Importing this file registers them as operators `talon::...`, which compiled code and CUDA graphs may
@@ -55,12 +55,25 @@ def split_of(columns: int, steps: int) -> int:
     return split
 
 
+def with_halves(multiply: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """fp32 rows as a sum of two bf16 rows each, since tensor cores have no fp32; others as they are.
+
+    multiply: rows [T, K] -> [split, T, N]. Returns [T, N], the parts added in order.
+    """
+    if x.dtype != torch.float32:
+        return multiply(x).sum(0)
+    high = x.bfloat16()
+    both = torch.cat((high, (x - high.float()).bfloat16()))
+    high, low = multiply(both).sum(0).chunk(2)
+    return high + low
+
+
 # ---------------------------------------------------------------- int8 weights
 
 
 @triton.jit
 def int8_kernel(
-    x,  # [T, K] fp16, bf16, fp32 or int8
+    x,  # [T, K] fp16, bf16 or int8
     weight,  # [N, K] int8
     out,  # [split, T, N] fp32, or int32 for int8 rows
     T,
@@ -87,7 +100,7 @@ def int8_kernel(
             inside = k + start < K
             a = tl.load(x_at, mask=rows & inside[None, :], other=0)
             b = tl.load(w_at, mask=columns & inside[:, None], other=0)
-        acc = tl.dot(a, b.to(a.dtype), acc, input_precision="ieee", out_dtype=acc.dtype)
+        acc = tl.dot(a, b.to(a.dtype), acc, out_dtype=acc.dtype)
         x_at += INNER
         w_at += INNER
     at = (tl.program_id(1) * T + m[:, None]) * N + n[None, :]
@@ -125,7 +138,8 @@ def int8_parts(kernel: Callable, x: Tensor, weight: Tensor) -> Tensor:
 @triton_op("talon::w8a16", mutates_args=())
 def w8a16(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
     """fp32 [T, N] = x [T, K] @ (weight int8 [N, K] * scales fp32 [N]).T"""
-    return int8_parts(wrap_triton(int8_kernel), x, weight).sum(0) * scales
+    kernel = wrap_triton(int8_kernel)
+    return with_halves(lambda rows: int8_parts(kernel, rows, weight), x) * scales
 
 
 @triton_op("talon::w8a8", mutates_args=())
@@ -141,7 +155,7 @@ def w8a8(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
 
 @triton.jit
 def int4_kernel(
-    x,  # [T, K] fp16, bf16 or fp32
+    x,  # [T, K] fp16 or bf16
     x_sums,  # [T, groups] fp32, of the inputs of each group
     weight,  # [N, K/2] uint8
     scales,  # [groups, N] bf16
@@ -169,10 +183,8 @@ def int4_kernel(
         both = tl.load(w_at, mask=columns, other=0)
         # Steps go to the tensor cores as small whole numbers, exact in every dtype; scale and zero
         # are applied to the sums, of which there are far fewer than weights.
-        steps = tl.dot(low, ((both & 15).to(tl.int8) - 8).to(low.dtype), input_precision="ieee")
-        steps = tl.dot(
-            high, ((both >> 4).to(tl.int8) - 8).to(low.dtype), steps, input_precision="ieee"
-        )
+        steps = tl.dot(low, ((both & 15).to(tl.int8) - 8).to(low.dtype))
+        steps = tl.dot(high, ((both >> 4).to(tl.int8) - 8).to(low.dtype), steps)
         scale = tl.load(scales + group * N + n, mask=n < N, other=0).to(tl.float32)
         zero = tl.load(zeros + group * N + n, mask=n < N, other=0).to(tl.float32)
         sums = tl.load(x_sums + m * groups + group, mask=m < T, other=0)
@@ -215,4 +227,5 @@ def int4_parts(
 @triton_op("talon::w4a16", mutates_args=())
 def w4a16(x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor, groupsize: int) -> Tensor:
     """fp32 [T, N] of rows x [T, K], weight uint8 [N, K/2], scales and zeros bf16 [groups, N]."""
-    return int4_parts(wrap_triton(int4_kernel), x, weight, scales, zeros, groupsize).sum(0)
+    kernel, layer = wrap_triton(int4_kernel), (weight, scales, zeros, groupsize)
+    return with_halves(lambda rows: int4_parts(kernel, rows, *layer), x)

@@ -11,8 +11,9 @@ with weight [out, in] is stored as (Ip = in, padded with zeros to whole groups o
     int4                 X.weight uint8 [out, Ip/2]  X.scales, X.zeros bf16 [out, Ip/g]
 
 int8: weight = step * scale / smoothing, and it is the inputs that are divided by the smoothing.
-int4: weight = (step - 8) * scale + zero; byte j of a group holds step j in its low half and step j + g/2 in its high half. Biases stay as they are. quantize.py writes such
-files; kernels.py has the Triton kernels. Leaves out training: nothing here has a gradient.
+int4: weight = (step - 8) * scale + zero; byte j of a group holds step j in its low half and step
+j + g/2 in its high half. Biases stay as they are. quantize.py writes such files; kernels.py has the
+Triton kernels of a GPU. Leaves out training: nothing here has a gradient.
 """
 
 import functools

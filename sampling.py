@@ -8,12 +8,12 @@ guesses. This is drafter-invariant speculative decoding (Daliri, Musco, Suresh, 
 Everything here runs inside compiled regions: tensors in, tensors out, fp32, no data-dependent shapes.
 """
 
-import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+HOTTEST = 1e6  # hotter than this every token is equally likely
 GREEDY_BELOW = (
     1e-5  # temperatures this small divide logits beyond fp32's resolution: they mean greedy
 )
@@ -31,13 +31,13 @@ class SamplingConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not math.isfinite(self.temperature) or self.temperature < 0:
+        if not 0 <= self.temperature <= HOTTEST:  # NaN fails too
             raise ValueError(
-                f"temperature {self.temperature} is not allowed: give a finite number >= 0 (0 is greedy)"
+                f"temperature {self.temperature} is not allowed: give a number >= 0 and <= {HOTTEST:g} (0 is greedy)"
             )
-        if self.top_k < -1:
+        if not -1 <= self.top_k <= 2**31:
             raise ValueError(
-                f"top_k {self.top_k} is not allowed: give a count >= 1, or 0 for no limit"
+                f"top_k {self.top_k} is not allowed: give a count from 1 to 2**31, or 0 for no limit"
             )
         if not 0 < self.top_p <= 1:
             raise ValueError(

@@ -20,7 +20,8 @@ from tiny import (
 from eagle_draft import NO_TREE, parse_tree
 from engine import Decoder
 from fallback import FIRST_PAUSE, LONGEST_PAUSE, PATIENCE, Pace
-from generate import fit_tree, load
+from loading import fit_tree
+from generate import load
 from lookup_draft import look_up, remember
 from sampling import SamplingConfig
 

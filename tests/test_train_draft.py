@@ -20,7 +20,7 @@ from draft_data import Conversation, read_conversations, tokenise
 from draft_unroll import Batch, Settings, Teacher, Unrolled, UnrolledAttention, ahead
 from eagle_draft import DraftHead, chain, dynamic_tree
 from engine import Decoder, Generation
-from generate import load_head, load_target, read_kind
+from loading import load_head, load_target, read_kind
 from model import Attention, KVCache, ModelConfig, Transformer, causal_mask, rope_table
 from sampling import SamplingConfig
 from tokenizer import load_tokenizer

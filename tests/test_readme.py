@@ -1,0 +1,84 @@
+"""What the README tells users to type works: bash and python blocks are run, console blocks name real flags."""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, re.S)
+
+
+def commands(language: str) -> list[list[str]]:
+    """The commands of all blocks, comments and continued lines resolved."""
+    lines = "".join(blocks(language)).replace("\\\n", " ").splitlines()
+    return [words for line in lines if (words := shlex.split(line, comments=True))]
+
+
+@pytest.fixture(scope="session")
+def demo_model() -> Path:
+    """The demo model of `make demo`, fetched and converted if it is not there."""
+    target = ROOT / "checkpoints" / "SmolLM2-135M-Instruct" / "talon.safetensors"
+    if not target.exists():
+        subprocess.run([sys.executable, "scripts/get_demo_model.py"], cwd=ROOT, check=True)
+        convert = [sys.executable, "convert_hf_checkpoint.py", "--checkpoint_dir", str(target.parent)]
+        subprocess.run(convert, cwd=ROOT, check=True)
+    return target
+
+
+def test_make_targets_exist():
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    targets = [words[1] for words in commands("bash") + commands("console") if words[0] == "make"]
+    assert targets
+    for target in targets:
+        assert re.search(rf"^{target}:", makefile, re.M), target
+
+
+@pytest.mark.parametrize("language", ["bash", "console"])
+def test_every_flag_exists(language):
+    scripts = {}
+    for words in commands(language):
+        if words[0] not in ("python", "torchrun"):
+            continue
+        script = next(word for word in words if word.endswith(".py"))
+        if script not in scripts:
+            helped = subprocess.run(
+                [sys.executable, script, "--help"], cwd=ROOT, capture_output=True, text=True, check=True
+            )
+            scripts[script] = helped.stdout
+        for word in words[words.index(script) :]:
+            if word.startswith("--"):
+                assert re.search(rf"{re.escape(word)}\b", scripts[script]), (script, word)
+    assert scripts
+
+
+def test_every_file_of_the_table_exists_and_every_module_is_in_it():
+    named = " ".join(re.findall(r"^\| (`.*?) \|", README, re.M))
+    patterns = re.findall(r"`([\w*]+\.py)`", named)
+    assert patterns and all(list(ROOT.glob(pattern)) for pattern in patterns)
+    for module in ROOT.glob("*.py"):
+        assert any(module.match(pattern) for pattern in patterns), module.name
+
+
+@pytest.mark.slow
+def test_commands_run(demo_model, tmp_path):
+    for words in commands("bash"):
+        if words[0] != "python":
+            continue
+        words = [str(tmp_path / word) if word.endswith((".json", ".png")) else word for word in words]
+        done = subprocess.run([sys.executable, *words[1:]], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0 and done.stdout.strip(), (words, done.stderr)
+
+
+@pytest.mark.slow
+def test_library_example_runs(demo_model):
+    (example,) = blocks("python")
+    done = subprocess.run([sys.executable, "-c", example], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and len(done.stdout) > 20, done.stderr

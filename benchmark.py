@@ -27,11 +27,23 @@ import torch
 from cli import Parser, run
 from engine import Decoder, Generation
 from generate import DEMO, note
-from loading import DTYPES, device_name, find_tokenizer, fit_context, fit_tree, load_head, load_target, pick_device, pick_dtype, precision_name, read_kind
-from records import bytes_per_round, module_bytes, peak_memory, project_commit
+from loading import (
+    DTYPES,
+    device_name,
+    find_tokenizer,
+    fit_context,
+    fit_tree,
+    load_head,
+    load_target,
+    pick_device,
+    pick_dtype,
+    precision_name,
+    read_kind,
+)
 from model import ModelConfig, Transformer
 from peers import NAMES, Run, missing, open_peer, open_peers
 from questions import BUILT_IN, encode_question, prompts_for, read_questions, spread
+from records import bytes_per_round, module_bytes, peak_memory, project_commit
 from report import (
     Cell,
     compare_ids,

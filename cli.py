@@ -14,14 +14,18 @@ class Parser(argparse.ArgumentParser):
     """argparse whose complaint is one line that says where help is."""
 
     def __init__(self, **options: object) -> None:
-        super().__init__(formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False, **options)
+        super().__init__(
+            formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False, **options
+        )
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"error: {' '.join(message.split())} (see {self.prog} --help)\n")
 
 
 def prepare_streams() -> None:
-    """Give the program streams that never fail on a character, whatever locale and shell left it with."""
+    """Give the program streams that never fail on a character, whatever locale and shell left it
+    with.
+    """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:  # closed by the shell, as in `>&-`
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))
@@ -31,7 +35,9 @@ def prepare_streams() -> None:
 
 
 def abandon_stdout() -> None:
-    """Drop what standard output could not take, or the interpreter would try and complain once more at its end."""
+    """Drop what standard output could not take, or the interpreter would try and complain once more
+    at its end.
+    """
     try:
         sys.stdout.flush()
     except OSError:
@@ -39,7 +45,9 @@ def abandon_stdout() -> None:
 
 
 def run(main: Callable[[], int]) -> NoReturn:
-    """Run a command's main and leave with its exit code; a user's mistake never becomes a traceback."""
+    """Run a command's main and leave with its exit code; a user's mistake never becomes a
+    traceback.
+    """
     prepare_streams()
     try:
         code = main()

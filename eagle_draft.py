@@ -1,11 +1,12 @@
 """The draft head (EAGLE-1 and EAGLE-3 in one class) and the trees it can grow.
 
-Two axes, not three copies: the head (eagle1 | eagle3) and the tree (none | chain | static | dynamic).
-EAGLE-2 is the EAGLE-1 head with the dynamic tree. Leaves out: verification, acceptance and the loop (engine.py).
+Two axes, not three copies: the head (eagle1 | eagle3) and the tree (none | chain | static |
+dynamic). EAGLE-2 is the EAGLE-1 head with the dynamic tree. Leaves out: verification, acceptance
+and the loop (engine.py).
 
-A head entry at position i is the pair (feature of token i, token i+1). Its cache keeps only entries made of true
-target features; nodes of the tree being grown sit behind them and are overwritten by the next round.
-"""
+A head entry at position i is the pair (feature of token i, token i+1). Its cache keeps only entries
+made of true target features; nodes of the tree being grown sit behind them and are overwritten by
+the next round."""
 
 import json
 from collections.abc import Callable
@@ -49,7 +50,8 @@ class DraftConfig:
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None
     rope_source: str = "default 10000"  # where rope_theta was found, for the head card
-    # Layers whose residual INPUT is the feature (HF hidden_states numbering); None: the default of the target's depth.
+    # Layers whose residual INPUT is the feature (HF hidden_states numbering); None: the default of
+    # the target's depth.
     feature_layers: tuple[int, ...] | None = None
     fc_bias: bool = False
     qkv_bias: bool = False
@@ -76,21 +78,25 @@ class DraftConfig:
 
 
 def default_feature_layers(n_layer: int) -> tuple[int, ...]:
-    """Layers whose residual input EAGLE-3 reads unless its checkpoint names others (HF hidden_states numbering).
+    """Layers whose residual input EAGLE-3 reads unless its checkpoint names others (HF
+    hidden_states numbering).
 
-    The published rule is (2, n/2, n-3); a target of fewer than 7 layers cannot give three different ones.
-    """
+    The published rule is (2, n/2, n-3); a target of fewer than 7 layers cannot give three different
+    ones."""
     layers = (2, n_layer // 2, n_layer - 3)
     if not layers[0] < layers[1] < layers[2]:
         raise ValueError(
-            f"a target of {n_layer} layers has no default EAGLE-3 features (2, n/2, n-3 must differ): "
+            f"a target of {n_layer} layers has no default EAGLE-3 features (2, n/2, n-3 must "
+            "differ): "
             "use a head whose config names its layers"
         )
     return layers
 
 
 class DraftLayer(nn.Module):
-    """The one decoder layer. EAGLE-1: no norm before attention. EAGLE-3: attention reads [embedding, hidden]."""
+    """The one decoder layer. EAGLE-1: no norm before attention. EAGLE-3: attention reads
+    [embedding, hidden].
+    """
 
     def __init__(self, config: DraftConfig) -> None:
         super().__init__()
@@ -108,9 +114,8 @@ class DraftLayer(nn.Module):
 class DraftHead(nn.Module):
     """An EAGLE head: guesses the target's next features, and from them its next tokens.
 
-    `output` and `tok_embeddings` may be the target's own modules (borrowed at load). `d2t` is an OFFSET, int64 [Vd]:
-    target id = draft id + d2t[draft id].
-    """
+    `output` and `tok_embeddings` may be the target's own modules (borrowed at load). `d2t` is an
+    OFFSET, int64 [Vd]: target id = draft id + d2t[draft id]."""
 
     def __init__(self, config: DraftConfig) -> None:
         super().__init__()
@@ -135,8 +140,8 @@ class DraftHead(nn.Module):
     def fuse(self, features: list[Tensor]) -> Tensor:
         """The target's features of T rows, as the hidden input of those rows: [T, C].
 
-        EAGLE-1: the state after the final norm, as it is. EAGLE-3: `fc` over the captured levels, low to high.
-        """
+        EAGLE-1: the state after the final norm, as it is. EAGLE-3: `fc` over the captured levels,
+        low to high."""
         dtype = self.layer.ffn_norm.weight.dtype
         if self.config.family == "eagle1":
             return features[0].to(dtype)
@@ -148,8 +153,9 @@ class DraftHead(nn.Module):
     def forward(
         self, tokens: Tensor, hidden: Tensor, rope: Tensor, slots: Tensor, mask: Tensor, kv: Tensor
     ) -> Tensor:
-        """tokens: int64 [T]; hidden: [T, C] from `fuse` or from the parent nodes; the rest as in Attention.
-        Returns the hidden state [T, C] that the next level takes."""
+        """tokens: int64 [T]; hidden: [T, C] from `fuse` or from the parent nodes; the rest as in
+        Attention. Returns the hidden state [T, C] that the next level takes.
+        """
         layer = self.layer
         embedded = self.tok_embeddings(tokens).to(hidden.dtype)
         if self.config.family == "eagle1":
@@ -173,10 +179,10 @@ class DraftHead(nn.Module):
 class Tree:
     """What to grow and what to keep. `nodes` counts the root; `levels` every draft level.
 
-    Growing records candidates in one flat order: the root's `top_k` children, then for each further level the
-    `top_k` children of each of its `beam` expanded nodes. Static trees (chains too) say by flat index which
-    candidates to expand and to keep; the dynamic tree (EAGLE-2, section 4) decides by cumulative score.
-    """
+    Growing records candidates in one flat order: the root's `top_k` children, then for each further
+    level the `top_k` children of each of its `beam` expanded nodes. Static trees (chains too) say
+    by flat index which candidates to expand and to keep; the dynamic tree (EAGLE-2, section 4)
+    decides by cumulative score."""
 
     name: str
     nodes: int
@@ -230,9 +236,12 @@ def static_tree(paths: list[list[int]], name: str) -> Tree:
     """A fixed tree from the rank paths of its nodes; every prefix of a path must be a path too."""
     ordered = sorted({tuple(path) for path in paths}, key=lambda path: (len(path), path))
     known = set(ordered)
-    if not ordered or any(not path or min(path) < 0 or max(*path, len(path)) > 64 for path in ordered):
+    if not ordered or any(
+        not path or min(path) < 0 or max(*path, len(path)) > 64 for path in ordered
+    ):
         raise ValueError(
-            f"tree {name}: needs non-empty paths of child ranks 0 to 64, 64 levels at most, such as [[0], [0, 0]]"
+            f"tree {name}: needs non-empty paths of child ranks 0 to 64, 64 levels at most, such "
+            "as [[0], [0, 0]]"
         )
     for path in ordered:
         if len(path) > 1 and path[:-1] not in known:
@@ -258,7 +267,9 @@ def static_tree(paths: list[list[int]], name: str) -> Tree:
 
 
 def dynamic_tree(nodes: int = 60, levels: int = 6, top_k: int = 10) -> Tree:
-    """EAGLE-2 (arXiv 2406.16858): expand the `top_k` best nodes of each level, keep the nodes - 1 best of all."""
+    """EAGLE-2 (arXiv 2406.16858): expand the `top_k` best nodes of each level, keep the nodes - 1
+    best of all.
+    """
     name = f"dynamic:nodes={nodes},levels={levels},top_k={top_k}"
     if nodes < 1 or levels < 1 or top_k < 1:
         raise ValueError(f"tree {name}: nodes, levels and top_k must all be at least 1")
@@ -267,7 +278,8 @@ def dynamic_tree(nodes: int = 60, levels: int = 6, top_k: int = 10) -> Tree:
     tree = Tree(name, nodes, levels, top_k, top_k)
     if nodes - 1 > tree.candidates:
         raise ValueError(
-            f"tree {name}: {nodes} nodes are asked for but only {tree.candidates + 1} can be grown; "
+            f"tree {name}: {nodes} nodes are asked for but only {tree.candidates + 1} can be "
+            "grown; "
             f"lower nodes to {tree.candidates + 1} or raise levels or top_k"
         )
     return tree
@@ -282,7 +294,9 @@ PRESETS = {
 
 
 def parse_tree(text: str) -> Tree:
-    """The tree that `--tree TEXT` names: none, chain:K, static, dynamic:nodes=,levels=,top_k=, lookup:K, FILE.json."""
+    """The tree that `--tree TEXT` names: none, chain:K, static, dynamic:nodes=,levels=,top_k=,
+    lookup:K, FILE.json.
+    """
     kind, _, rest = text.partition(":")
     if text == "none":
         return NO_TREE
@@ -325,7 +339,9 @@ def read_paths(path: Path) -> list[list[int]]:
 
 
 def ancestor_mask(parents: Tensor, levels: int) -> Tensor:
-    """[N, N] bool: entry (v, u) says that u is v or an ancestor of v. parents: int64 [N], the root's is itself."""
+    """[N, N] bool: entry (v, u) says that u is v or an ancestor of v. parents: int64 [N], the
+    root's is itself.
+    """
     mask = torch.eye(parents.shape[0], dtype=torch.bool, device=parents.device)
     for _ in range(levels.bit_length()):  # each step doubles the distance that is covered
         mask = mask | mask[parents]
@@ -334,22 +350,27 @@ def ancestor_mask(parents: Tensor, levels: int) -> Tensor:
 
 
 def node_parents(kept: Tensor, candidate_parents: Tensor) -> Tensor:
-    """int64 [N]: the parent node of every node, from the kept flat indices (ascending, parents always kept)."""
+    """int64 [N]: the parent node of every node, from the kept flat indices (ascending, parents
+    always kept).
+    """
     flat = candidate_parents[kept]
     parents = torch.where(flat < 0, 0, torch.searchsorted(kept, flat) + 1)
     return torch.cat((parents.new_zeros(1), parents))
 
 
 def best(scores: Tensor, count: int) -> Tensor:
-    """Indices of the `count` highest scores, best first; equal scores keep the lower index first."""
+    """Indices of the `count` highest scores, best first; of equal ones the lower index first."""
     return scores.sort(descending=True, stable=True).indices[:count]
 
 
-def select(tokens: Tensor, scores: Tensor, parents: Tensor, count: int, levels: int) -> tuple[Tensor, ...]:
-    """Keep the `count` best candidates. Their tokens [count], node parents [N] and ancestor mask [N, N].
+def select(
+    tokens: Tensor, scores: Tensor, parents: Tensor, count: int, levels: int
+) -> tuple[Tensor, ...]:
+    """Keep the `count` best candidates. Their tokens [count], node parents [N] and ancestor mask
+    [N, N].
 
-    A child never outscores its parent and comes later in flat order, so no child is kept without its parent.
-    """
+    A child never outscores its parent and comes later in flat order, so no child is kept without
+    its parent."""
     kept = best(scores, count).sort().values
     node_parent = node_parents(kept, parents)
     return tokens[kept], node_parent, ancestor_mask(node_parent, levels)
@@ -358,7 +379,9 @@ def select(tokens: Tensor, scores: Tensor, parents: Tensor, count: int, levels: 
 def root_children(
     head: DraftHead, hidden: Tensor, length: Tensor, sampling: SamplingState, kind: str, top_k: int
 ) -> tuple[Tensor, Tensor]:
-    """Scores and tokens, [K] each, of the root's children. hidden: [1, C], the head's state at the last entry."""
+    """Scores and tokens, [K] each, of the root's children. hidden: [1, C], the head's state at the
+    last entry.
+    """
     scores, tokens = guess(head.logits(hidden), length + 1, head.target_ids, sampling, kind, top_k)
     return scores[0], tokens[0]
 
@@ -377,10 +400,10 @@ def grow_level(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Run the beam's nodes through the head and list their children.
 
-    beam: tokens int64 [B], hidden [B, C] of their parents, cumulative scores [B], seen bool [B, M] (which of this
-    round's draft slots hold ancestors). step: int64 [1], depth of the nodes minus one.
-    Returns child scores and tokens [B * K], the nodes' hidden states [B, C] and `seen` with the nodes themselves.
-    """
+    beam: tokens int64 [B], hidden [B, C] of their parents, cumulative scores [B], seen bool [B, M]
+    (which of this round's draft slots hold ancestors). step: int64 [1], depth of the nodes minus
+    one. Returns child scores and tokens [B * K], the nodes' hidden states [B, C] and `seen` with
+    the nodes themselves."""
     tokens, hidden, scores, seen = beam
     own = step * tokens.shape[0] + torch.arange(tokens.shape[0], device=tokens.device)
     seen = seen | (torch.arange(seen.shape[1], device=tokens.device) == own[:, None])
@@ -412,9 +435,11 @@ def absorb(
     rope_table: Tensor,
     kv: Tensor,
 ) -> Tensor:
-    """Append true entries from position `start` int64 [1] on: the features of rows `path` int64 [T], each with the
-    token int64 [T] that follows it. Rows past `last` int64 [1] are padding: masked now, overwritten next time.
-    Returns the head's state [1, C] at `last`, from which the next tree grows."""
+    """Append true entries from position `start` int64 [1] on: the features of rows `path` int64
+    [T], each with the token int64 [T] that follows it. Rows past `last` int64 [1] are padding:
+    masked now, overwritten next time. Returns the head's state [1, C] at `last`, from which the
+    next tree grows.
+    """
     entries = start + torch.arange(tokens.shape[0], device=start.device)
     mask = causal_mask(start, tokens.shape[0], slots)
     hidden = head.fuse([feature[path] for feature in features])
@@ -447,11 +472,12 @@ class RootOnly:
 class EagleDrafter:
     """A head, the tree it grows, and the static buffers of both.
 
-    A draft source has `propose` (a tree below the root), `learn` (what turned out true) and `read` (a chunk of the
-    prompt); the round knows no more.
-    """
+    A draft source has `propose` (a tree below the root), `learn` (what turned out true) and `read`
+    (a chunk of the prompt); the round knows no more."""
 
-    def __init__(self, head: DraftHead, tree: Tree, rows: int, compiled: Callable[[Callable], Callable]) -> None:
+    def __init__(
+        self, head: DraftHead, tree: Tree, rows: int, compiled: Callable[[Callable], Callable]
+    ) -> None:
         self.head, self.tree = head, tree
         c, device, dtype = head.config, head.d2t.device, head.layer.ffn_norm.weight.dtype
         self.feature_layers = c.feature_layers or ()
@@ -460,7 +486,9 @@ class EagleDrafter:
         self.hidden = torch.zeros(1, c.dim, dtype=dtype, device=device)
         self.state = (self.hidden,)  # what a round writes and a rehearsed one must give back
         self.steps = torch.arange(tree.levels, device=device)
-        self.unseen = torch.zeros(tree.beam, (tree.levels - 1) * tree.beam, dtype=torch.bool, device=device)
+        self.unseen = torch.zeros(
+            tree.beam, (tree.levels - 1) * tree.beam, dtype=torch.bool, device=device
+        )
         self.all_rows = torch.arange(rows, device=device)
         self.static = tree.keep is not None
         if self.static:
@@ -470,11 +498,19 @@ class EagleDrafter:
             self.parents = node_parents(self.keep, flat_parents)
             self.ancestors = ancestor_mask(self.parents, tree.levels)
         self.root_children, self.grow_level = compiled(root_children), compiled(grow_level)
-        self.next_beam, self.select, self.absorb = compiled(next_beam), compiled(select), compiled(absorb)
-        self.absorb_chunk = self.absorb if device.type == "cuda" else absorb  # as in the engine's prefill
+        self.next_beam, self.select, self.absorb = (
+            compiled(next_beam),
+            compiled(select),
+            compiled(absorb),
+        )
+        self.absorb_chunk = (
+            self.absorb if device.type == "cuda" else absorb
+        )  # as in the engine's prefill
 
     def candidate_parents(self, beams: list[Tensor]) -> Tensor:
-        """int64 [M]: flat index of every candidate's parent, -1 for the root; `beams` as flat indices per level."""
+        """int64 [M]: flat index of every candidate's parent, -1 for the root; `beams` as flat
+        indices per level.
+        """
         children = [beam.repeat_interleave(self.tree.top_k) for beam in beams]
         first = torch.full((self.tree.top_k,), -1, device=self.hidden.device)
         return torch.cat([first, *children])
@@ -482,9 +518,13 @@ class EagleDrafter:
     def propose(
         self, root: Tensor, length: Tensor, slots: Tensor, sampling: SamplingState, kind: str
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Grow and select. Returns tokens int64 [N], node parents int64 [N] and ancestor mask bool [N, N]."""
+        """Grow and select. Returns tokens int64 [N], node parents int64 [N] and ancestor mask bool
+        [N, N].
+        """
         tree = self.tree
-        scores, tokens = self.root_children(self.head, self.hidden, length, sampling, kind, tree.top_k)
+        scores, tokens = self.root_children(
+            self.head, self.hidden, length, sampling, kind, tree.top_k
+        )
         beam_hidden, seen = self.hidden, self.unseen[:1]
         all_scores, all_tokens, beams = [scores], [tokens], []
         for level in range(1, tree.levels):
@@ -513,17 +553,35 @@ class EagleDrafter:
         return best(scores, self.tree.beam)
 
     def learn(
-        self, features: list[Tensor], path: Tensor, tokens: Tensor, start: Tensor, last: Tensor, slots: Tensor
+        self,
+        features: list[Tensor],
+        path: Tensor,
+        tokens: Tensor,
+        start: Tensor,
+        last: Tensor,
+        slots: Tensor,
     ) -> None:
-        """Catch up after a round. See `absorb`; the head's state at the last true entry starts the next tree."""
+        """Catch up after a round. See `absorb`; the head's state at the last true entry starts the
+        next tree.
+        """
         cache = self.cache.layer(0)
-        state = self.absorb(self.head, features, path, tokens, start, last, slots, self.table, cache)
+        state = self.absorb(
+            self.head, features, path, tokens, start, last, slots, self.table, cache
+        )
         self.hidden.copy_(state)
 
     def read(
-        self, features: list[Tensor], path: Tensor, tokens: Tensor, start: Tensor, last: Tensor, slots: Tensor
+        self,
+        features: list[Tensor],
+        path: Tensor,
+        tokens: Tensor,
+        start: Tensor,
+        last: Tensor,
+        slots: Tensor,
     ) -> None:
         """The same for a chunk of the prompt."""
         cache = self.cache.layer(0)
-        state = self.absorb_chunk(self.head, features, path, tokens, start, last, slots, self.table, cache)
+        state = self.absorb_chunk(
+            self.head, features, path, tokens, start, last, slots, self.table, cache
+        )
         self.hidden.copy_(state)

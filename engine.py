@@ -1,9 +1,9 @@
 """The decoder: prefill, and the round that drafts, verifies, accepts, commits and catches up.
 
-Token ids in, token ids out; text and the command line live in generate.py. Every tensor of a round has a static
-shape and a static address, so the round is one plain call on a CPU and one CUDA graph on a GPU, with one
-device-to-host copy at its end. Plain decoding is the round whose tree has only a root.
-"""
+Token ids in, token ids out; text and the command line live in generate.py. Every tensor of a round
+has a static shape and a static address, so the round is one plain call on a CPU and one CUDA graph
+on a GPU, with one device-to-host copy at its end. Plain decoding is the round whose tree has only a
+root."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -24,11 +24,11 @@ SMALLEST_BUCKET = 256  # cache slots that attention reads at least
 def accept(
     choice: Tensor, tokens: Tensor, parents: Tensor, ancestors: Tensor, rows: int
 ) -> tuple[Tensor, Tensor]:
-    """The path of right nodes: its node indices int64 [rows], padded, and its length [1], the root counted.
+    """The path of right nodes: its node indices int64 [rows], padded, and its length [1], the root
+    counted.
 
-    A node is right if its token is what the target chose after its parent. Siblings have distinct tokens, so the
-    nodes that are right together with all their ancestors form one path.
-    """
+    A node is right if its token is what the target chose after its parent. Siblings have distinct
+    tokens, so the nodes that are right together with all their ancestors form one path."""
     index = torch.arange(tokens.shape[0], device=tokens.device)
     right = (tokens == choice[parents]) | (index == 0)
     accepted = ~(ancestors & ~right).any(1)
@@ -50,16 +50,18 @@ def verify(
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """One forward over a tree's nodes, and what of the tree is right.
 
-    nodes: tokens int64 [N], parents int64 [N], ancestor mask bool [N, N]; table: RoPE table [2, R, D]; length:
-    int64 [1], the committed tokens; slots: int64 [S]. Writes cache slots length .. length + N - 1.
-    Returns the target's choices along the accepted path int64 [rows], the path's node indices int64 [rows], its
-    length int64 [1] (rows past it are padding), and the features [N, C] that a head reads.
-    """
+    nodes: tokens int64 [N], parents int64 [N], ancestor mask bool [N, N]; table: RoPE table [2, R,
+    D]; length: int64 [1], the committed tokens; slots: int64 [S]. Writes cache slots length ..
+    length + N - 1. Returns the target's choices along the accepted path int64 [rows], the path's
+    node indices int64 [rows], its length int64 [1] (rows past it are padding), and the features [N,
+    C] that a head reads."""
     tokens, parents, ancestors = nodes
     depth = ancestors.sum(1) - 1  # a node's depth is its number of proper ancestors
     own = length + torch.arange(tokens.shape[0], device=tokens.device)
     mask = tree_mask(length, ancestors, slots)
-    x, features = model(model.tok_embeddings(tokens), table[:, length + depth], own, mask, cache, feature_layers)
+    x, features = model(
+        model.tok_embeddings(tokens), table[:, length + depth], own, mask, cache, feature_layers
+    )
     hidden = model.norm(x)
     choice = choose(model.output(hidden), length + depth + 1, sampling, kind)
     path, count = accept(choice, tokens, parents, ancestors, rows)
@@ -80,26 +82,31 @@ def read_chunk(
 ) -> tuple[Tensor, list[Tensor]]:
     """One forward over a chunk of the prompt, tokens int64 [T] from position `start` int64 [1] on.
 
-    Returns the token chosen after row `last` int64 [1], whose logits are the only ones computed, and the features.
-    """
+    Returns the token chosen after row `last` int64 [1], whose logits are the only ones computed,
+    and the features."""
     own = start + torch.arange(tokens.shape[0], device=tokens.device)
     mask = causal_mask(start, tokens.shape[0], slots)
-    x, features = model(model.tok_embeddings(tokens), table[:, own], own, mask, cache, feature_layers)
+    x, features = model(
+        model.tok_embeddings(tokens), table[:, own], own, mask, cache, feature_layers
+    )
     hidden = model.norm(x)
     choice = choose(model.output(hidden[last]), start + last + 1, sampling, kind)
     return choice, features or [hidden]
 
 
 def compile_region(function: Callable) -> Callable:
-    """One compilation per shape; the length bucket is dynamic, and never a fallback to eager inside a region.
+    """One compilation per shape; the length bucket is dynamic, and never a fallback to eager inside
+    a region.
 
-    Tuning and measuring run many trees in one process, so many shapes are no sign of a mistake here.
-    """
+    Tuning and measuring run many trees in one process, so many shapes are no sign of a mistake
+    here."""
     return torch.compile(function, fullgraph=True, dynamic=False, recompile_limit=256)
 
 
 class PhaseClock:
-    """Seconds per phase of a round. On a GPU the marks are events inside the graph, read after its replay."""
+    """Seconds per phase of a round. On a GPU the marks are events inside the graph, read after its
+    replay.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.seconds = {"draft": 0.0, "verify": 0.0}
@@ -132,7 +139,9 @@ class PhaseClock:
 
 @dataclass
 class RoundStats:
-    """What a generation did, for the report. Times are seconds; phases cover the rounds, not the prefill."""
+    """What a generation did, for the report. Times are seconds; phases cover the rounds, not the
+    prefill.
+    """
 
     prefill_s: float = 0.0
     decode_s: float = 0.0
@@ -141,7 +150,9 @@ class RoundStats:
     rounds: int = 0
     plain_rounds: int = 0  # of these, the ones that did not draft because drafting had lost
     emitted: int = 0  # tokens that came out of rounds
-    accepted_by_depth: list[int] = field(default_factory=list)  # rounds whose node at depth 1, 2, ... was emitted
+    accepted_by_depth: list[int] = field(
+        default_factory=list
+    )  # rounds whose node at depth 1, 2, ... was emitted
 
     def count(self, tokens: int, plain: bool = False) -> None:
         """One round gave `tokens` tokens, the bonus included."""
@@ -167,7 +178,9 @@ class Graph:
 
 
 class Decoder:
-    """One target, perhaps one head, one tree: static buffers and the compiled regions that work on them."""
+    """One target, perhaps one head, one tree: static buffers and the compiled regions that work on
+    them.
+    """
 
     def __init__(
         self,
@@ -182,8 +195,11 @@ class Decoder:
         self.device, c = weight.device, model.config
         self.chunk = 256 if self.device.type == "cuda" else 64  # rows of a prefill forward
         drafting = tree.lookup or (head is not None and tree.nodes > 1)
-        # The slack lets a tree or a padded chunk run past the last legal position: nothing past it is ever kept.
-        self.reach = max(tree.nodes, tree.draft_slots) if drafting else 1  # slots a round uses past C
+        # The slack lets a tree or a padded chunk run past the last legal position: nothing past it
+        # is ever kept.
+        self.reach = (
+            max(tree.nodes, tree.draft_slots) if drafting else 1
+        )  # slots a round uses past C
         # One row more than any bucket: a bucket as long as the cache would compile as a constant.
         rows = max_seq_length + max(self.chunk, self.reach) + 1
         compiled = compile_region if compile else lambda function: function
@@ -209,11 +225,12 @@ class Decoder:
         self.cached: list[int] = []  # the ids whose keys and values are valid, for the next prompt
         self.clock = PhaseClock(self.device)
         self.verify = compiled(verify)
-        # On a CPU a chunk's products dwarf what compiling would save, so it runs eagerly and nothing is compiled.
+        # On a CPU a chunk's products dwarf what compiling would save, so it runs eagerly and
+        # nothing is compiled.
         self.read_chunk = compiled(read_chunk) if self.device.type == "cuda" else read_chunk
 
     def slots(self, needed: int) -> Tensor:
-        """The slot numbers 0.. of the smallest power-of-two bucket that holds `needed` cache slots."""
+        """Slot numbers 0.. of the smallest power-of-two bucket that holds `needed` cache slots."""
         width = min(max(SMALLEST_BUCKET, 1 << (needed - 1).bit_length()), self.cache.rows - 1)
         if width not in self.slot_views:
             view = torch.arange(width, device=self.device)
@@ -223,13 +240,16 @@ class Decoder:
 
     @torch.inference_mode()
     def prefill(self, ids: list[int], start: int, kind: str) -> int:
-        """Run ids[start:] through target and head and choose the token that follows. Returns that token.
+        """Run ids[start:] through target and head and choose the token that follows. Returns that
+        token.
 
-        ids[:start] must already be cached, in the head's cache too. Chunks have one size, the last is padded.
-        """
+        ids[:start] must already be cached, in the head's cache too. Chunks have one size, the last
+        is padded."""
         self.catch_up(len(self.cached) + 1)
         self.length.fill_(start)
-        self.cached = self.cached[:start]  # an interrupted prefill must not leave more than what is right
+        self.cached = self.cached[
+            :start
+        ]  # an interrupted prefill must not leave more than what is right
         padding = [0] * (-(len(ids) - start) % self.chunk + 1)
         tokens = torch.tensor(ids[start:] + padding, device=self.device)
         for offset in range(0, len(ids) - start, self.chunk):
@@ -240,14 +260,20 @@ class Decoder:
         self.cached = list(ids)
         return int(self.root)
 
-    def prefill_chunk(self, tokens: Tensor, rows: int, final: bool, slots: Tensor, kind: str) -> None:
-        """One chunk: tokens int64 [chunk + 1], the last one only to follow its neighbour; `rows` of them are real."""
+    def prefill_chunk(
+        self, tokens: Tensor, rows: int, final: bool, slots: Tensor, kind: str
+    ) -> None:
+        """One chunk: tokens int64 [chunk + 1], the last one only to follow its neighbour; `rows` of
+        them are real.
+        """
         last = self.offsets[rows - 1 : rows]
         choice, features = self.read_chunk(
-            self.model, self.cache, self.table, tokens[:-1], self.length, last, slots, self.sampling, kind,
+            self.model, self.cache, self.table, tokens[:-1], self.length, last, slots,
+            self.sampling, kind,
             self.drafter.feature_layers,
         )  # fmt: skip
-        # Inside the prompt the token that follows a row is known; after the prompt's last row it is the choice.
+        # Inside the prompt the token that follows a row is known; after the prompt's last row it is
+        # the choice.
         following = tokens[1:].index_copy(0, last, choice) if final else tokens[1:]
         path = self.offsets[: self.chunk]
         self.drafter.read(features, path, following, self.length, last, slots)
@@ -255,10 +281,11 @@ class Decoder:
         self.length.add_(rows)
 
     def round(self, slots: Tensor, kind: str) -> None:
-        """Draft, verify, accept, commit, catch up. The result waits in `report`: a count, then that many tokens.
+        """Draft, verify, accept, commit, catch up. The result waits in `report`: a count, then that
+        many tokens.
 
-        Only tensors change between rounds, all of them in place: that is what lets a CUDA graph hold a round.
-        """
+        Only tensors change between rounds, all of them in place: that is what lets a CUDA graph
+        hold a round."""
         depth, start = self.tree.depth, self.length
         self.clock.start()
         nodes = self.drafter.propose(self.root, start, slots, self.sampling, kind)
@@ -274,7 +301,12 @@ class Decoder:
         self.clock.mark("draft")
 
     def run_target(
-        self, nodes: tuple[Tensor, Tensor, Tensor], length: Tensor, slots: Tensor, kind: str, rows: int
+        self,
+        nodes: tuple[Tensor, Tensor, Tensor],
+        length: Tensor,
+        slots: Tensor,
+        kind: str,
+        rows: int,
     ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
         """`verify` on this decoder's model and buffers."""
         return self.verify(
@@ -283,7 +315,9 @@ class Decoder:
         )  # fmt: skip
 
     def fall_back_below(self, break_even: float) -> None:
-        """Decode plainly while drafted rounds give fewer tokens than `break_even`, their cost in plain rounds."""
+        """Decode plainly while drafted rounds give fewer tokens than `break_even`, their cost in
+        plain rounds.
+        """
         if self.tree.levels:
             dtype, dim = self.model.norm.weight.dtype, self.model.config.dim
             levels = len(self.drafter.feature_layers) or 1
@@ -291,7 +325,9 @@ class Decoder:
             self.backlog = Backlog(levels, dim, self.chunk, dtype, self.device)
 
     def plain_round(self, slots: Tensor, kind: str) -> None:
-        """A round without a draft, on the same buffers; what the drafter should learn waits in the backlog."""
+        """A round without a draft, on the same buffers; what the drafter should learn waits in the
+        backlog.
+        """
         self.clock.start()
         nodes = self.plain.propose(self.root, self.length, slots, self.sampling, kind)
         emitted, _, count, features = self.run_target(nodes, self.length, slots, kind, 1)
@@ -308,12 +344,16 @@ class Decoder:
             start = self.length - self.behind
             last, rows = self.offsets[self.behind - 1 : self.behind], self.offsets[: self.chunk]
             backlog = self.backlog
-            self.drafter.read(backlog.features, rows, backlog.tokens, start, last, self.slots(needed))
+            self.drafter.read(
+                backlog.features, rows, backlog.tokens, start, last, self.slots(needed)
+            )
             backlog.count.zero_()
             self.behind = 0
 
     def capture(self, step: Callable[[Tensor, str], None], slots: Tensor, kind: str) -> Graph:
-        """Record a round as a CUDA graph. Its rehearsal, which compiles, writes only slots that are not committed."""
+        """Record a round as a CUDA graph. Its rehearsal, which compiles, writes only slots that are
+        not committed.
+        """
         counts = [self.backlog.count] if self.backlog else []
         state = [self.length, self.root, *self.drafter.state, *counts]
         before = [tensor.clone() for tensor in state]
@@ -331,7 +371,9 @@ class Decoder:
 
     @torch.inference_mode()
     def launch(self, needed: int, kind: str) -> "Launched":
-        """Start one round whose slots stay below `needed`. On a GPU it returns before the round is done."""
+        """Start one round whose slots stay below `needed`. On a GPU it returns before the round is
+        done.
+        """
         self.catch_up(needed)
         return self.start(self.round, needed, kind)
 
@@ -361,7 +403,9 @@ class Decoder:
 
     @torch.inference_mode()
     def warm_up(self, kind: str) -> float:
-        """Compile everything that decoding with `kind` runs. Returns the seconds it took; keeps nothing cached."""
+        """Compile everything that decoding with `kind` runs. Returns the seconds it took; keeps
+        nothing cached.
+        """
         started = time.perf_counter()
         self.prefill([0], 0, kind)
         needed = 2 + 2 * (self.tree.depth + 1) + self.reach
@@ -373,8 +417,10 @@ class Decoder:
         return time.perf_counter() - started
 
     def reusable(self, ids: list[int]) -> int:
-        """How many leading tokens need no prefill. The last common one runs again: the head's entry there pairs it
-        with the token that follows, which may differ, and some row must give the next logits."""
+        """How many leading tokens need no prefill. The last common one runs again: the head's entry
+        there pairs it with the token that follows, which may differ, and some row must give the
+        next logits.
+        """
         common = 0
         for mine, wanted in zip(self.cached, ids, strict=False):
             if mine != wanted:
@@ -399,11 +445,12 @@ class Launched:
 
 
 class Generation:
-    """One text under way. Iterating runs it and yields the new ids of every forward, cut at the end.
+    """One text under way. Iterating runs it and yields the new ids of every forward, cut at the
+    end.
 
-    Ends are cut per token on the host: a stop id or `stop(token)` (that token is the last), the token budget, the
-    end of the context. What a round found past the end is neither yielded, counted nor kept for the next prompt.
-    """
+    Ends are cut per token on the host: a stop id or `stop(token)` (that token is the last), the
+    token budget, the end of the context. What a round found past the end is neither yielded,
+    counted nor kept for the next prompt."""
 
     def __init__(
         self,
@@ -419,12 +466,15 @@ class Generation:
             raise ValueError("the prompt is empty: give at least one token")
         if len(ids) >= limit:
             raise ValueError(
-                f"the prompt has {len(ids)} tokens and the context {limit}: shorten it to {limit - 1} or less, "
+                f"the prompt has {len(ids)} tokens and the context {limit}: shorten it to "
+                f"{limit - 1} or less, "
                 "or raise --max_seq_length up to the model's own limit"
             )
         vocab_size = decoder.model.config.vocab_size
         if not 0 <= min(ids) <= max(ids) < vocab_size:
-            raise ValueError(f"the prompt holds ids outside 0 to {vocab_size - 1}, the model's vocabulary")
+            raise ValueError(
+                f"the prompt holds ids outside 0 to {vocab_size - 1}, the model's vocabulary"
+            )
         self.decoder, self.ids, self.sampling = decoder, ids, sampling
         self.stop_ids, self.stop = stop_ids, stop
         self.room = limit - len(ids)
@@ -455,7 +505,9 @@ class Generation:
         if decoder.pace is not None:
             decoder.pace.new_text()
         started, waiting = time.perf_counter(), []
-        ahead = 1 if decoder.device.type == "cuda" else 0  # rounds the host may run ahead of what it has read
+        ahead = (
+            1 if decoder.device.type == "cuda" else 0
+        )  # rounds the host may run ahead of what it has read
         while self.stop_reason is None:
             while len(waiting) <= ahead and len(self.tokens) + len(waiting) < self.budget:
                 committed = len(self.ids) + len(self.tokens) - 1 + longest * len(waiting)
@@ -473,7 +525,10 @@ class Generation:
             stats.decode_s += time.perf_counter() - started
             yield kept
             started = time.perf_counter()  # what the reader does with the tokens is not decoding
-        stats.draft_s, stats.verify_s = decoder.clock.seconds["draft"], decoder.clock.seconds["verify"]
+        stats.draft_s, stats.verify_s = (
+            decoder.clock.seconds["draft"],
+            decoder.clock.seconds["verify"],
+        )
 
     def take(self, found: list[int]) -> list[int]:
         """Append tokens up to the end of the text; returns those that belong to it."""
@@ -493,10 +548,14 @@ class Generation:
 
 @torch.inference_mode()
 def full_logits(model: Transformer, ids: list[int]) -> Tensor:
-    """fp32 logits [T, V] of every position: the slow, obvious forward, eager and without a kept cache."""
+    """fp32 logits [T, V] of every position: the slow, obvious forward, eager and without a kept
+    cache.
+    """
     c, device = model.config, model.norm.weight.device
     rows = torch.arange(len(ids), device=device)
-    cache = KVCache(c.n_layer, c.n_kv_head, len(ids), c.head_dim, model.norm.weight.dtype).to(device)
+    cache = KVCache(c.n_layer, c.n_kv_head, len(ids), c.head_dim, model.norm.weight.dtype).to(
+        device
+    )
     table = rope_table(len(ids), c.head_dim, c.rope_theta, c.rope_scaling).to(device)
     mask = causal_mask(rows[:1], len(ids), rows)
     x, _ = model(model.tok_embeddings(torch.tensor(ids, device=device)), table, rows, mask, cache)

@@ -1,6 +1,8 @@
-"""Load a checkpoint and generate text with it: the engine that other programs import, and the command line.
+"""Load a checkpoint and generate text with it: the engine that other programs import, and the
+command line.
 
-    python generate.py --checkpoint_path checkpoints/SmolLM2-135M-Instruct/talon.safetensors --prompt "Hello"
+    python generate.py --checkpoint_path checkpoints/SmolLM2-135M-Instruct/talon.safetensors
+    --prompt "Hello"
 
 As a library:
 
@@ -47,7 +49,7 @@ from loading import (
 from model import ModelConfig
 from questions import prompts_for
 from records import compilations, describe, project_commit, sample_record, write_json
-from sampling import SamplingConfig, perturb
+from sampling import GREEDY, SamplingConfig, perturb
 from tokenizer import TOKENIZER_FILES, StreamDecoder, Tokenizer
 from tuning import settle
 
@@ -63,7 +65,9 @@ def note(text: str) -> None:
 
 
 def encode(tokenizer: Tokenizer | None, prompt: str | list[dict] | list[int]) -> list[int]:
-    """Token ids of a plain text, of chat messages ({"role", "content"}), or of ids that are already there."""
+    """Token ids of a plain text, of chat messages ({"role", "content"}), or of ids that are already
+    there.
+    """
     if isinstance(prompt, list | tuple) and all(isinstance(token, int) for token in prompt):
         return list(prompt)
     if tokenizer is None:
@@ -77,7 +81,8 @@ def encode(tokenizer: Tokenizer | None, prompt: str | list[dict] | list[int]) ->
         isinstance(m, dict) and {"role", "content"} <= m.keys() for m in prompt
     ):
         raise ValueError(
-            "the prompt is neither a text, nor a list of token ids, nor a list of chat messages: give one of them, "
+            "the prompt is neither a text, nor a list of token ids, nor a list of chat messages: "
+            "give one of them, "
             'such as [{"role": "user", "content": "Hello"}]'
         )
     for message in prompt:
@@ -104,7 +109,9 @@ def check_ends(max_new_tokens: int, stop: tuple[str, ...]) -> None:
 
 @contextmanager
 def compiler_errors() -> Iterator[None]:
-    """What torch.compile lacks on this machine is the user's to mend: one line instead of its traceback."""
+    """What torch.compile lacks on this machine is the user's to mend: one line instead of its
+    traceback.
+    """
     try:
         yield
     except TorchDynamoException as error:
@@ -112,7 +119,8 @@ def compiler_errors() -> Iterator[None]:
             (line for line in str(error).splitlines() if line.strip()), type(error).__name__
         )
         raise ValueError(
-            f"torch.compile does not work here ({reason.strip()}): it needs a C++ compiler such as g++ (CXX names "
+            f"torch.compile does not work here ({reason.strip()}): it needs a C++ compiler such "
+            "as g++ (CXX names "
             "another one), and on a GPU Triton too: install it, or run with --no_compile"
         ) from error
 
@@ -128,7 +136,9 @@ class Engine:
         self.card = card  # what was loaded, for reports
 
     def encode(self, prompt: str | list[dict] | list[int]) -> list[int]:
-        """Token ids of a plain text, of chat messages ({"role", "content"}), or of ids that are already there."""
+        """Token ids of a plain text, of chat messages ({"role", "content"}), or of ids that are
+        already there.
+        """
         return encode(self.tokenizer, prompt)
 
     def warm_up(self, sampling: SamplingConfig) -> float:
@@ -148,7 +158,9 @@ class Engine:
         stop: str | tuple[str, ...] = (),
         ignore_eos: bool = False,
     ) -> "TextGeneration":
-        """Start a generation. Iterate over it for the pieces of text; its fields hold ids and measurements."""
+        """Start a generation. Iterate over it for the pieces of text; its fields hold ids and
+        measurements.
+        """
         for name, value in (("max_new_tokens", max_new_tokens), ("top_k", top_k), ("seed", seed)):
             if not isinstance(value, int):
                 raise ValueError(f"{name} {value!r} is not allowed: give a whole number")
@@ -195,7 +207,9 @@ class TextGeneration:
         return self.generation.tokens
 
     def hear(self, token: int) -> bool:
-        """Take in one token; True if it completes a stop text, which is cut off together with what follows."""
+        """Take in one token; True if it completes a stop text, which is cut off together with what
+        follows.
+        """
         drafted = self.generation.drafted[-1]
         self.held += "" if token in self.stop_ids else self.stream.push([token])
         found = [at for at in (self.held.find(text) for text in self.stop) if at >= 0]
@@ -214,7 +228,9 @@ class TextGeneration:
             self.pieces.append((text, drafted))
 
     def marked(self) -> Iterator[tuple[str, bool]]:
-        """The pieces with the mark whether their last token came from the draft. Iterating again goes on."""
+        """The pieces with the mark whether their last token came from the draft. Iterating again
+        goes on.
+        """
         return self.run
 
     def decode(self) -> Iterator[tuple[str, bool]]:
@@ -225,7 +241,8 @@ class TextGeneration:
                 self.pieces.clear()
                 if self.engine.current is not self and self.generation.stop_reason is None:
                     raise ValueError(
-                        "another generation began on this engine before this one ended: take one at a time, or load "
+                        "another generation began on this engine before this one ended: take one "
+                        "at a time, or load "
                         "a second engine"
                     )
         if self.stream and self.generation.stop_reason != "stop":
@@ -254,13 +271,14 @@ def load(
     max_seq_length: int | None = None,
     compile: bool = True,
     tune: str = "stored",
-    sampling: SamplingConfig = SamplingConfig(),
+    sampling: SamplingConfig = GREEDY,
 ) -> Engine:
-    """Load a target, and a head if one is given, and make the decoder. Raises ValueError or OSError for the user.
+    """Load a target, and a head if one is given, and make the decoder. Raises ValueError or OSError
+    for the user.
 
-    tune says what tree `auto` does for this head and `sampling`: stored (what was measured before, else the preset
-    of the head's family) | once (measure if that was never done here) | again (measure anew).
-    """
+    tune says what tree `auto` does for this head and `sampling`: stored (what was measured before,
+    else the preset of the head's family) | once (measure if that was never done here) | again
+    (measure anew)."""
     started = time.perf_counter()
     where = pick_device(device)
     precision = pick_dtype(dtype, where)
@@ -280,8 +298,11 @@ def load(
     choice = None
     if tree == "auto" and head is not None:
         choice = settle(
-            (file.path, head_file.path), (device_name(where), precision_name(file, precision)), model, head,
-            lambda: prompts_for(tokenizer, config.vocab_size, 6, min(512, config.max_seq_length // 2)),
+            (file.path, head_file.path), (device_name(where), precision_name(file, precision)),
+            model, head,
+            lambda: prompts_for(
+                tokenizer, config.vocab_size, 6, min(512, config.max_seq_length // 2)
+            ),
             sampling, compile, tune, note,
         )  # fmt: skip
         shape = choice.tree if choice else shape
@@ -304,9 +325,11 @@ def load(
 
 
 def check_sample(plain: Decoder, text: TextGeneration) -> dict:
-    """Decode the same prompt plainly, to the same end, and compare ids. `gap`: how much higher the plain token's value
-    is than the drafted one's where they first differ, in the logits (or noisy logits) that plain decoding chose by;
-    None where one text only ends earlier or a filter excludes the drafted token."""
+    """Decode the same prompt plainly, to the same end, and compare ids. `gap`: how much higher the
+    plain token's value is than the drafted one's where they first differ, in the logits (or noisy
+    logits) that plain decoding chose by; None where one text only ends earlier or a filter excludes
+    the drafted token.
+    """
     run, engine = text.generation, text.engine
     alone = Engine(plain, engine.tokenizer, tuple(engine.eos_ids), engine.card)
     again = TextGeneration(alone, run.ids, run.sampling, run.budget, text.stop_ids, text.stop)
@@ -327,7 +350,9 @@ def check_sample(plain: Decoder, text: TextGeneration) -> dict:
 def choice_gap(
     plain: Decoder, ids: list[int], chosen: int, other: int, sampling: SamplingConfig
 ) -> float | None:
-    """How much higher `chosen` stands than `other` after `ids`, in the values that are chosen by; None: infinitely."""
+    """How much higher `chosen` stands than `other` after `ids`, in the values that are chosen by;
+    None: infinitely.
+    """
     logits = full_logits(plain.model, ids)[-1:]
     tokens, position = torch.arange(logits.shape[1]), torch.tensor([len(ids)])
     if sampling.kind != "greedy":
@@ -470,7 +495,8 @@ def read_text(args: Namespace) -> str | None:
         ) from None
     except OSError as error:
         raise ValueError(
-            f"prompt file {args.prompt_file} cannot be read ({error.strerror}): check its name, or give --prompt"
+            f"prompt file {args.prompt_file} cannot be read ({error.strerror}): check its name, "
+            "or give --prompt"
         ) from None
 
 
@@ -527,8 +553,9 @@ def check_outputs(args: Namespace) -> None:
 
 
 def default_context(args: Namespace, config: ModelConfig, ids: list[int] | None) -> int:
-    """The context for this run: by default enough for the prompt and its answer, as a smaller cache loads faster.
-    Refuses a prompt that does not fit, before anything is loaded for it."""
+    """The context for this run: by default enough for the prompt and its answer, as a smaller cache
+    loads faster. Refuses a prompt that does not fit, before anything is loaded for it.
+    """
     if ids is None:
         return fit_context(args.max_seq_length, config)
     limit = config.max_seq_length
@@ -536,13 +563,15 @@ def default_context(args: Namespace, config: ModelConfig, ids: list[int] | None)
     if len(ids) >= context:
         more = f", or raise --max_seq_length (this model allows {limit})" if context < limit else ""
         raise ValueError(
-            f"the prompt has {len(ids)} tokens, but the context holds {context} with the answer: shorten the prompt "
+            f"the prompt has {len(ids)} tokens, but the context holds {context} with the answer: "
+            "shorten the prompt "
             f"to {context - 1} or less{more}"
         )
     wrong = [i for i in ids if i >= config.vocab_size]
     if wrong:
         raise ValueError(
-            f"prompt id {wrong[0]} is not in the model's vocabulary: give ids 0 to {config.vocab_size - 1}"
+            f"prompt id {wrong[0]} is not in the model's vocabulary: give ids 0 to "
+            f"{config.vocab_size - 1}"
         )
     return context
 
@@ -559,8 +588,10 @@ def show(text: TextGeneration, highlight: bool) -> None:
 def warn_if_useless(record: dict) -> None:
     if record["rounds"] >= 32 and record["acceptance_length"] < 1.2:
         note(
-            f"warning: acceptance length {record['acceptance_length']:.2f} over {record['rounds']} rounds: the head "
-            "hardly ever guesses right. Check that it was trained for this very target, that the chat template is "
+            f"warning: acceptance length {record['acceptance_length']:.2f} over "
+            f"{record['rounds']} rounds: the head "
+            "hardly ever guesses right. Check that it was trained for this very target, that the "
+            "chat template is "
             "on, and the head line above (features, norms, RoPE base)"
         )
 
@@ -568,7 +599,9 @@ def warn_if_useless(record: dict) -> None:
 def prepare(
     args: Namespace, prompt: str | list[int] | None
 ) -> tuple[Engine, list[int] | None, bool]:
-    """Load everything. Returns the engine, the prompt's ids (None when conversing) and whether to use the chat."""
+    """Load everything. Returns the engine, the prompt's ids (None when conversing) and whether to
+    use the chat.
+    """
     sampling = SamplingConfig(args.temperature, args.top_k, args.top_p, args.seed)
     head = None if args.draft_checkpoint_path == "none" else args.draft_checkpoint_path
     if not args.checkpoint_path.exists() and args.checkpoint_path == DEMO:
@@ -579,7 +612,8 @@ def prepare(
     tokenizer = find_tokenizer(args.checkpoint_path.parent, config)
     if tokenizer is None and (args.stop or not isinstance(prompt, list)):
         raise ValueError(
-            f"no tokenizer beside {args.checkpoint_path}, which text needs: copy tokenizer.json or tokenizer.model "
+            f"no tokenizer beside {args.checkpoint_path}, which text needs: copy tokenizer.json "
+            "or tokenizer.model "
             "there, or give --prompt_ids without --stop"
         )
     chat = not isinstance(prompt, list) and wants_chat(args, tokenizer)
@@ -593,7 +627,8 @@ def prepare(
     )  # fmt: skip
     card = engine.card
     note(
-        f"{args.checkpoint_path.name}: {card['quantization'] or card['dtype']} on {card['device']}, tree "
+        f"{args.checkpoint_path.name}: {card['quantization'] or card['dtype']} on "
+        f"{card['device']}, tree "
         f"{card['tree']}, loaded in {card['load_s']:.1f} s"
     )
     if card["head"]:
@@ -613,7 +648,8 @@ def remark(args: Namespace, sampling: SamplingConfig, tree: Tree) -> None:
         args.top_k > 0 or args.top_p < 1 or args.seed or args.num_samples > 1
     ):
         note(
-            f"note: temperature {args.temperature:g} is greedy: --top_k, --top_p and --seed have no effect and all "
+            f"note: temperature {args.temperature:g} is greedy: --top_k, --top_p and --seed have "
+            "no effect and all "
             "samples are equal; give --temperature 1 to sample"
         )
     if args.highlight and tree.nodes == 1:
@@ -630,9 +666,11 @@ def start(
 
 
 def converse(engine: Engine, args: Namespace, chat: bool, records: list[dict]) -> int:
-    """Turns from standard input until its end. The conversation is kept, and its cached prefix is not run again.
+    """Turns from standard input until its end. The conversation is kept, and its cached prefix is
+    not run again.
 
-    A line that cannot be answered is refused and forgotten. Appends to `records`; returns the exit code."""
+    A line that cannot be answered is refused and forgotten. Appends to `records`; returns the exit
+    code."""
     history = [{"role": "system", "content": args.system}] if args.system is not None else []
     ids: list[int] = []
     code = 0

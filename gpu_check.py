@@ -29,11 +29,11 @@ from checkpoint import atomic_file
 from eagle_draft import DraftConfig, DraftHead, parse_tree
 from engine import Decoder, Generation
 from generate import DEMO, load, note
-from records import bytes_per_round, project_commit
 from loading import device_name, pick_dtype
 from model import ModelConfig, Transformer
 from quantize import quantize_int4, quantize_int8
 from quantized_linear import LINEARS, pack, swap_linears
+from records import bytes_per_round, project_commit
 from roofline import bound, copy_bandwidth, product_rate
 from sampling import SamplingConfig
 from tuning import seconds

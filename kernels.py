@@ -1,12 +1,13 @@
 """Triton kernels for quantised linear layers on an NVIDIA GPU: few rows, weights read once.
 
-    w8a16  int8 weights, fp16 / bf16 / fp32 rows    w4a16  4-bit weights in groups, the same rows
-    w8a8   int8 weights, int8 rows
+    w8a16  int8 weights, rows in fp16, bf16 or fp32
+    w8a8   int8 weights, rows in int8
+    w4a16  4-bit weights in groups, rows in fp16, bf16 or fp32
 
-Importing this file registers them as operators `talon::...`, which compiled code and CUDA graphs may
-hold. Rows are padded to 16, 32 or 64 and go to the tensor cores; more rows run in blocks of 64. The
-inner dimension is split over programs, since the outputs of one layer alone are too few to fill a
-GPU, and the parts are added in a second step in fixed order: no atomics, so equal inputs give
+Importing this file registers them as operators `talon::...`, which compiled code and CUDA graphs
+may hold. Rows are padded to 16, 32 or 64 and go to the tensor cores; more rows run in blocks of 64.
+The inner dimension is split over programs, since the outputs of one layer alone are too few to fill
+a GPU, and the parts are added in a second step in fixed order: no atomics, so equal inputs give
 equal outputs. How a layer is split does not depend on the number of rows, so neither does a row's
 result. Chosen for sm_86 (RTX 3090: 82 SMs, 99 KB of shared memory for a block). Leaves out other
 GPUs' tuning and gradients. Imported by quantized_linear.py when a model moves to a GPU.
@@ -26,7 +27,7 @@ COLUMNS = 64  # outputs of one program
 
 
 class Launch(NamedTuple):
-    """Compile-time sizes of one launch: rows and inner block of a program, warps, pipeline depth."""
+    """Sizes of one launch: rows and inner block of a program, warps, pipeline depth."""
 
     rows: int
     inner: int
@@ -56,8 +57,9 @@ def split_of(columns: int, steps: int) -> int:
 
 
 def with_halves(multiply: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """fp32 rows as a sum of two bf16 rows each, since tensor cores have no fp32; others as they are.
+    """Multiply fp32 rows as the sum of two bf16 rows, for want of fp32 tensor cores.
 
+    Rows of other dtypes go as they are.
     multiply: rows [T, K] -> [split, T, N]. Returns [T, N], the parts added in order.
     """
     if x.dtype != torch.float32:

@@ -1,9 +1,8 @@
 """From files to modules: read, check, fit together, and plan the memory before anything is loaded.
 
-Nothing is inferred from a name and nothing is left to chance: every parameter has its tensor, from its own file or
-borrowed from the target by rule; what does not fit is refused with both numbers. Leaves out: reading other projects'
-files (convert_hf_checkpoint.py), decoding (engine.py).
-"""
+Nothing is inferred from a name and nothing is left to chance: every parameter has its tensor, from
+its own file or borrowed from the target by rule; what does not fit is refused with both numbers.
+Leaves out: reading other projects' files (convert_hf_checkpoint.py), decoding (engine.py)."""
 
 import platform
 from dataclasses import dataclass, fields, replace
@@ -49,7 +48,9 @@ def pick_device(name: str) -> torch.device:
 
 
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:
-    """auto: fp32 on a CPU, where it is exact and not slower; on a GPU bf16, or fp16 where bf16 is emulated."""
+    """auto: fp32 on a CPU, where it is exact and not slower; on a GPU bf16, or fp16 where bf16 is
+    emulated.
+    """
     if name not in ("auto", *DTYPES):
         raise ValueError(f"dtype {name!r} is not known: give auto, {', '.join(DTYPES)}")
     if name != "auto":
@@ -62,7 +63,8 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
 def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"cpu ({platform.machine()}, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()})"
+    level = torch.backends.cpu.get_cpu_capability()
+    return f"cpu ({platform.machine()}, {torch.get_num_threads()} threads, {level})"
 
 
 def precision_name(file: Checkpoint, precision: torch.dtype) -> str:
@@ -82,7 +84,8 @@ def read_kind(path: str | Path, kind: str) -> Checkpoint:
         flag = {"target": "--draft_checkpoint_path", "draft": "--checkpoint_path"}[kind]
         dim, vocab = checkpoint.config.get("dim"), checkpoint.config.get("vocab_size")
         raise ValueError(
-            f"{path} is a {checkpoint.kind} (hidden size {dim}, vocabulary {vocab}) where a {kind} is needed: "
+            f"{path} is a {checkpoint.kind} (hidden size {dim}, vocabulary {vocab}) where a "
+            f"{kind} is needed: "
             f"give it as {flag}"
         )
     check_config(checkpoint)
@@ -102,7 +105,8 @@ def check_config(checkpoint: Checkpoint) -> None:
         value = getattr(config, field.name)
         if field.type is int and not (type(value) is int and value > 0):
             raise ValueError(
-                f"{checkpoint.path} has a damaged configuration ({field.name} is {value!r}): convert it again"
+                f"{checkpoint.path} has a damaged configuration ({field.name} is {value!r}): "
+                "convert it again"
             )
 
 
@@ -110,7 +114,8 @@ def fit_context(asked: int | None, config: ModelConfig, default: int = 4096) -> 
     """The context to provide for, which the model's own limit bounds."""
     if asked is not None and not 2 <= asked <= config.max_seq_length:
         raise ValueError(
-            f"max_seq_length {asked} is not allowed: the model was made for 2 to {config.max_seq_length}"
+            f"max_seq_length {asked} is not allowed: the model was made for 2 to "
+            f"{config.max_seq_length}"
         )
     return asked or min(config.max_seq_length, default)
 
@@ -122,7 +127,8 @@ def find_tokenizer(directory: Path, config: ModelConfig) -> Tokenizer | None:
     tokenizer = load_tokenizer(directory)
     if tokenizer.vocab_size > config.vocab_size:
         raise ValueError(
-            f"the tokenizer in {directory} has ids up to {tokenizer.vocab_size - 1}, but the model's embedding "
+            f"the tokenizer in {directory} has ids up to {tokenizer.vocab_size - 1}, but the "
+            "model's embedding "
             f"only {config.vocab_size} rows: put the tokenizer of this very model there"
         )
     return tokenizer
@@ -134,7 +140,9 @@ def find_tokenizer(directory: Path, config: ModelConfig) -> Tokenizer | None:
 def fill(
     module: nn.Module, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype
 ) -> None:
-    """Give every parameter of a module on the meta device its tensor: each exactly one, none left over."""
+    """Give every parameter of a module on the meta device its tensor: each exactly one, none left
+    over.
+    """
     wanted = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
     missing, unused = (
         wanted.keys() - checkpoint.specs.keys(),
@@ -143,18 +151,21 @@ def fill(
     if missing or unused:
         raise ValueError(
             f"{checkpoint.path}: the file does not match its own configuration (missing: "
-            f"{sorted(missing)[:3] or 'none'}, unused: {sorted(unused)[:3] or 'none'}): convert it again"
+            f"{sorted(missing)[:3] or 'none'}, unused: {sorted(unused)[:3] or 'none'}): convert "
+            "it again"
         )
     for name, shape in wanted.items():
         if checkpoint.specs[name].shape != shape:
             raise ValueError(
-                f"{checkpoint.path}: {name} has shape {list(checkpoint.specs[name].shape)}, but the file's "
+                f"{checkpoint.path}: {name} has shape {list(checkpoint.specs[name].shape)}, but "
+                "the file's "
                 f"configuration says {list(shape)}: convert it again"
             )
     quantized = tuple(f"{layer}." for layer in (checkpoint.quantization or {}).get("layers", {}))
     state = {}
     for name, tensor in checkpoint.tensors():
-        # The numbers of a quantised layer stay as they are stored; packing gives them the device's form.
+        # The numbers of a quantised layer stay as they are stored; packing gives them the device's
+        # form.
         cast = tensor.is_floating_point() and not name.startswith(quantized or ("\0",))
         state[name] = tensor.to(device=device, dtype=dtype if cast else tensor.dtype)
     module.load_state_dict(state, strict=True, assign=True)
@@ -179,7 +190,9 @@ def load_target(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype
 
 
 def fit_head(checkpoint: Checkpoint, target: ModelConfig) -> DraftConfig:
-    """The head's configuration with its feature layers resolved, refused if it cannot belong to this target."""
+    """The head's configuration with its feature layers resolved, refused if it cannot belong to
+    this target.
+    """
     c = DraftConfig.from_dict(checkpoint.config)
     hidden = c.dim if c.family == "eagle1" else c.target_dim
     for what, mine, theirs in (
@@ -188,19 +201,22 @@ def fit_head(checkpoint: Checkpoint, target: ModelConfig) -> DraftConfig:
     ):
         if mine != theirs:
             raise ValueError(
-                f"{checkpoint.path} was made for a target with {what} {mine}, but this target has {theirs}: "
+                f"{checkpoint.path} was made for a target with {what} {mine}, but this target has "
+                f"{theirs}: "
                 "use the head that was trained for it"
             )
     if not c.own_embedding and c.dim != target.dim:
         raise ValueError(
-            f"{checkpoint.path} has hidden size {c.dim} and no embedding of its own, but the target's has "
+            f"{checkpoint.path} has hidden size {c.dim} and no embedding of its own, but the "
+            "target's has "
             f"{target.dim}: the head file is incomplete"
         )
     if c.family == "eagle3":
         layers = c.feature_layers or default_feature_layers(target.n_layer)
         if min(layers) < 0 or max(layers) > target.n_layer:
             raise ValueError(
-                f"{checkpoint.path} reads layers {list(layers)}, but this target has only {target.n_layer}"
+                f"{checkpoint.path} reads layers {list(layers)}, but this target has only "
+                f"{target.n_layer}"
             )
         c = replace(c, feature_layers=layers)
     return c
@@ -209,7 +225,7 @@ def fit_head(checkpoint: Checkpoint, target: ModelConfig) -> DraftConfig:
 def load_head(
     checkpoint: Checkpoint, model: Transformer, device: torch.device, dtype: torch.dtype
 ) -> DraftHead:
-    """A head in the target's compute dtype, with what its file leaves out borrowed from the target."""
+    """A head in the target's compute dtype; what its file lacks is borrowed from the target."""
     config = fit_head(checkpoint, model.config)
     with torch.device("meta"):
         head = DraftHead(config)
@@ -271,29 +287,36 @@ def head_card(checkpoint: Checkpoint, head: DraftHead) -> str:
     return (
         f"head: {c.family} ({c.source_format} format), features: {captured}, "
         f"variants: {', '.join(s for s in switches if getattr(c, s)) or 'none'}, "
-        f"RoPE base {c.rope_theta:g} ({c.rope_source}), draft vocabulary {c.draft_vocab_size} of {c.vocab_size}, "
-        f"trained to {c.max_seq_length} positions, from the target: {', '.join(borrowed) or 'nothing'}"
+        f"RoPE base {c.rope_theta:g} ({c.rope_source}), draft vocabulary {c.draft_vocab_size} of "
+        f"{c.vocab_size}, "
+        f"trained to {c.max_seq_length} positions, from the target: "
+        f"{', '.join(borrowed) or 'nothing'}"
     )
 
 
 def fit_tree(text: str, head: DraftConfig | None) -> Tree:
-    """The tree to use; `auto` takes the preset of the head's family, cut to what its vocabulary can fill."""
+    """The tree to use; `auto` takes the preset of the head's family, cut to what its vocabulary can
+    fill.
+    """
     if head is None:
         tree = NO_TREE if text == "auto" else parse_tree(text)
         if tree.needs_head:
             raise ValueError(
-                f"tree {text!r} needs a head: give --draft_checkpoint_path, or --tree none or lookup:5"
+                f"tree {text!r} needs a head: give --draft_checkpoint_path, or --tree none or "
+                "lookup:5"
             )
         return tree
     tree = parse_tree(PRESETS[head.family] if text == "auto" else text)
     if tree.levels > 64 or tree.nodes > 1024:
         raise ValueError(
-            f"tree {tree.name} has {tree.nodes} nodes and {tree.levels} levels: give 1024 and 64 at most"
+            f"tree {tree.name} has {tree.nodes} nodes and {tree.levels} levels: give 1024 and 64 "
+            "at most"
         )
     size = head.draft_vocab_size
     if tree.top_k > size:
         raise ValueError(
-            f"tree {tree.name} asks for {tree.top_k} children of a node, but the head's vocabulary has {size}: "
+            f"tree {tree.name} asks for {tree.top_k} children of a node, but the head's "
+            f"vocabulary has {size}: "
             f"lower top_k to {size} or less"
         )
     return tree
@@ -320,9 +343,12 @@ class MemoryPlan:
         if self.available is None or self.total <= self.available:
             return
         raise ValueError(
-            f"this needs {gigabytes(self.total)} (target {gigabytes(self.target)}, head {gigabytes(self.head)}, "
-            f"caches {gigabytes(self.caches)}, workspace {gigabytes(self.workspace)}) but the device has "
-            f"{gigabytes(self.available)} free: quantise with quantize.py --mode int8 or int4, or lower "
+            f"this needs {gigabytes(self.total)} (target {gigabytes(self.target)}, head "
+            f"{gigabytes(self.head)}, "
+            f"caches {gigabytes(self.caches)}, workspace {gigabytes(self.workspace)}) but the "
+            "device has "
+            f"{gigabytes(self.available)} free: quantise with quantize.py --mode int8 or int4, or "
+            "lower "
             "--max_seq_length"
         )
 
@@ -332,7 +358,9 @@ def gigabytes(count: int) -> str:
 
 
 def loaded_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> int:
-    """Bytes of a file's tensors once loaded: floating point ones outside quantised layers in the compute dtype."""
+    """Bytes of a file's tensors once loaded: floating point ones outside quantised layers in the
+    compute dtype.
+    """
     quantized = tuple(f"{layer}." for layer in (checkpoint.quantization or {}).get("layers", {}))
     total = 0
     for name, spec in checkpoint.specs.items():

@@ -1,16 +1,16 @@
 """The target: a LLaMA-family decoder written for batch size 1 and a static KV cache.
 
-Leaves out: batching, training, mixture of experts, parallelism, and every choice of a token.
-One forward runs T rows of one sequence. A row has three separate coordinates, because a draft tree needs them
-apart: its RoPE position, its cache slot, and its line of the attention mask.
+Leaves out: batching, training, mixture of experts, parallelism, and every choice of a token. One
+forward runs T rows of one sequence. A row has three separate coordinates, because a draft tree
+needs them apart: its RoPE position, its cache slot, and its line of the attention mask.
 
 Shape legend, used by every file:
-    T  rows of this forward (1, a prefill chunk, or the N nodes of a tree)    N  nodes verified, root included
-    S  cache slots that attention reads (a length bucket)                     R  cache slots that exist
-    H  query heads     G  key/value heads     D  head_dim     C  dim (model width)
+    T  rows of this forward (1, a prefill chunk, or the N nodes of a tree)    N  nodes verified,
+    root included S  cache slots that attention reads (a length bucket)                     R  cache
+    slots that exist H  query heads     G  key/value heads     D  head_dim     C  dim (model width)
     V  vocabulary      Vd draft vocabulary    K  children kept of a node      L  draft levels
-Weights keep the names of Meta's release and gpt-fast, with q, k, v fused to `wqkv` and gate, up to `w13`.
-"""
+Weights keep the names of Meta's release and gpt-fast, with q, k, v fused to `wqkv` and gate, up to
+`w13`."""
 
 import math
 from dataclasses import dataclass
@@ -22,7 +22,9 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """RoPE frequency scaling: `linear` divides every frequency, `llama3` only the slow ones (Llama 3.1, section 3.2)."""
+    """RoPE frequency scaling: `linear` divides every frequency, `llama3` only the slow ones (Llama
+    3.1, section 3.2).
+    """
 
     kind: str
     factor: float
@@ -69,11 +71,11 @@ class ModelConfig:
 
 
 class KVCache(nn.Module):
-    """Keys and values of all layers in one buffer, so that moving accepted rows is one gather and one scatter.
+    """Keys and values of all layers in one buffer, so that moving accepted rows is one gather and
+    one scatter.
 
-    Slots at or past the committed length hold leftovers of rejected nodes and padding: the mask hides them and the
-    next forward overwrites them, so nothing is ever cleared.
-    """
+    Slots at or past the committed length hold leftovers of rejected nodes and padding: the mask
+    hides them and the next forward overwrites them, so nothing is ever cleared."""
 
     def __init__(
         self, n_layer: int, n_kv_head: int, rows: int, head_dim: int, dtype: torch.dtype
@@ -91,23 +93,25 @@ class KVCache(nn.Module):
         return self.data[index]
 
     def move(self, source: Tensor, destination: Tensor) -> None:
-        """Copy slots `source` to slots `destination` (int64, equal length; they may overlap) in every layer."""
+        """Copy slots `source` to slots `destination` (int64, equal length; they may overlap) in
+        every layer.
+        """
         self.data.index_copy_(3, destination, self.data.index_select(3, source))
 
 
 def causal_mask(start: Tensor, rows: int, slots: Tensor) -> Tensor:
     """[rows, S] bool: row t sees slots 0..start+t. start: int64 [1]; slots: int64 [S], 0 to S-1.
 
-    The slot numbers come as a tensor, not as a count, so that compiled code takes any length bucket.
-    """
+    The slot numbers come as a tensor, not as a count, so that compiled code takes any length
+    bucket."""
     return slots <= (start + torch.arange(rows, device=start.device))[:, None]
 
 
 def tree_mask(committed: Tensor, ancestors: Tensor, slots: Tensor) -> Tensor:
     """[N, S] bool: node v sees the committed slots and those of its ancestors and itself.
 
-    committed: int64 [1]; ancestors: bool [N, M], column u stands for slot committed + u; slots: int64 [S].
-    """
+    committed: int64 [1]; ancestors: bool [N, M], column u stands for slot committed + u; slots:
+    int64 [S]."""
     relative = slots - committed
     inside = (relative >= 0) & (relative < ancestors.shape[1])
     tree = ancestors[:, relative.clamp(0, ancestors.shape[1] - 1)]
@@ -115,7 +119,9 @@ def tree_mask(committed: Tensor, ancestors: Tensor, slots: Tensor) -> Tensor:
 
 
 def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> Tensor:
-    """[D/2] float64 radians per position (RoFormer, arXiv 2104.09864; llama3 scaling as in Llama 3.1)."""
+    """[D/2] float64 radians per position (RoFormer, arXiv 2104.09864; llama3 scaling as in Llama
+    3.1).
+    """
     frequencies = theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
     if scaling is None:
         return frequencies
@@ -130,14 +136,18 @@ def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -
 
 
 def rope_table(rows: int, head_dim: int, theta: float, scaling: RopeScaling | None) -> Tensor:
-    """[2, rows, D] fp32: cosines, then sines; computed in float64 and kept in fp32 whatever the model's dtype."""
+    """[2, rows, D] fp32: cosines, then sines; computed in float64 and kept in fp32 whatever the
+    model's dtype.
+    """
     positions = torch.arange(rows, dtype=torch.float64)
     angles = torch.outer(positions, rope_frequencies(head_dim, theta, scaling)).repeat(1, 2)
     return torch.stack((angles.cos(), angles.sin())).float()
 
 
 def rotate(x: Tensor, rope: Tensor) -> Tensor:
-    """Apply RoPE in fp32. x: [T, heads, D], halves rotated against each other (HF layout); rope: [2, T, D]."""
+    """Apply RoPE in fp32. x: [T, heads, D], halves rotated against each other (HF layout); rope:
+    [2, T, D].
+    """
     cos, sin = rope[:, :, None]  # [T, 1, D] each
     low, high = x.float().chunk(2, dim=-1)
     turned = torch.cat((-high, low), dim=-1)
@@ -156,7 +166,9 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention over a static cache. `in_dim` differs from `dim` in an EAGLE-3 head only."""
+    """Grouped-query attention over a static cache. `in_dim` differs from `dim` in an EAGLE-3 head
+    only.
+    """
 
     def __init__(
         self,
@@ -174,14 +186,17 @@ class Attention(nn.Module):
         self.wo = nn.Linear(n_head * head_dim, dim, bias=o_bias)
 
     def forward(self, x: Tensor, rope: Tensor, slots: Tensor, mask: Tensor, kv: Tensor) -> Tensor:
-        """x: [T, in_dim]; rope: [2, T, D]; slots: int64 [T]; mask: bool [T, S]; kv: [2, G, R, D], written."""
+        """x: [T, in_dim]; rope: [2, T, D]; slots: int64 [T]; mask: bool [T, S]; kv: [2, G, R, D],
+        written.
+        """
         rows, width = mask.shape
         heads, groups, size = self.n_head, self.n_kv_head, self.head_dim
         qkv = self.wqkv(x).view(rows, heads + 2 * groups, size)
         q, k, v = qkv.split((heads, groups, groups), dim=1)
         kv.index_copy_(2, slots, torch.stack((rotate(k, rope), v)).transpose(1, 2).to(kv.dtype))
         keys, values = kv[:, :, :width]  # [G, S, D] each
-        # The H/G query heads of a group stack as rows over its keys: GQA without copies of keys and values.
+        # The H/G query heads of a group stack as rows over its keys: GQA without copies of keys and
+        # values.
         q = (
             rotate(q, rope)
             .view(rows, groups, -1, size)
@@ -209,7 +224,9 @@ class FeedForward(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """One layer. Inside a compiled forward it is a region of its own, compiled once and called for every layer."""
+    """One layer. Inside a compiled forward it is a region of its own, compiled once and called for
+    every layer.
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -228,7 +245,9 @@ class TransformerBlock(nn.Module):
 
 
 class Transformer(nn.Module):
-    """The target. `forward` stops at the residual stream; `norm` and `output` belong to the caller's last region."""
+    """The target. `forward` stops at the residual stream; `norm` and `output` belong to the
+    caller's last region.
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -247,8 +266,10 @@ class Transformer(nn.Module):
         cache: KVCache,
         feature_layers: tuple[int, ...] = (),
     ) -> tuple[Tensor, list[Tensor]]:
-        """Run T embedded rows. Returns the residual stream [T, C] after the last layer, before the final norm, and
-        the streams that ENTER the layers named in `feature_layers` (n_layer names the last layer's output)."""
+        """Run T embedded rows. Returns the residual stream [T, C] after the last layer, before the
+        final norm, and the streams that ENTER the layers named in `feature_layers` (n_layer names
+        the last layer's output).
+        """
         captured = {}
         for index, layer in enumerate(self.layers):
             captured[index] = x

@@ -1,8 +1,8 @@
 """What a generation did, measured: the record behind --json and the line for people.
 
-Decode speed counts decoding alone: no loading, no compiling, no prefill. Bandwidth counts the bytes that a round has
-to read, weights and cache rows, over its time; it can be held against what the memory can do.
-"""
+Decode speed counts decoding alone: no loading, no compiling, no prefill. Bandwidth counts the bytes
+that a round has to read, weights and cache rows, over its time; it can be held against what the
+memory can do."""
 
 import json
 import resource
@@ -29,7 +29,9 @@ def compilations() -> int:
 
 
 def bytes_per_round(decoder: Decoder, committed: float) -> float:
-    """Weights and cache rows that one round reads: the target once, the head once per level and once to catch up."""
+    """Weights and cache rows that one round reads: the target once, the head once per level and
+    once to catch up.
+    """
     model, tree = decoder.model, decoder.tree
     weights = sum(module_bytes(module) for module in (model.layers, model.output))
     row = decoder.cache.data[:, :, :, 0].numel() * decoder.cache.data.itemsize
@@ -48,7 +50,9 @@ def module_bytes(module: nn.Module) -> int:
 
 
 def sample_record(run: Generation, text: str | None) -> dict:
-    """What --json says of one sample; seconds, bytes and tokens. `text` is None without a tokenizer."""
+    """What --json says of one sample; seconds, bytes and tokens. `text` is None without a
+    tokenizer.
+    """
     decoder, stats = run.decoder, run.stats
     speed = stats.emitted / stats.decode_s if stats.decode_s else 0.0
     middle = len(run.ids) + len(run.tokens) / 2
@@ -77,15 +81,18 @@ def describe(record: dict, drafting: bool) -> str:
     """One sample's measurements as a line for people."""
     line = (
         f"{len(record['tokens'])} tokens ({record['stop_reason']}), "
-        f"first token after {record['prefill_s']:.2f} s, then {record['tokens_per_s']:.1f} tokens/s, "
-        f"{record['bandwidth_bytes_per_s'] / 1e9:.1f} GB/s, peak memory {gigabytes(record['peak_memory_bytes'])}"
+        f"first token after {record['prefill_s']:.2f} s, then {record['tokens_per_s']:.1f} "
+        "tokens/s, "
+        f"{record['bandwidth_bytes_per_s'] / 1e9:.1f} GB/s, peak memory "
+        f"{gigabytes(record['peak_memory_bytes'])}"
     )
     if not drafting or not record["rounds"]:
         return line
     rest = record["decode_s"] - record["draft_s"] - record["verify_s"]
     by_depth = " ".join(f"{count / record['rounds']:.2f}" for count in record["accepted_by_depth"])
     return (
-        f"{line}\nacceptance length {record['acceptance_length']:.2f} over {record['rounds']} rounds "
+        f"{line}\nacceptance length {record['acceptance_length']:.2f} over {record['rounds']} "
+        "rounds "
         f"(share accepted by depth: {by_depth or 'none'}); draft {record['draft_s']:.2f} s, "
         f"verify {record['verify_s']:.2f} s, rest {rest:.2f} s"
     )

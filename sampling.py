@@ -1,12 +1,13 @@
 """The choice of a token, for the target's side and for the head's.
 
-Sampling is exact and a function of (seed, position, token) alone: a token is the argmax of its filtered logits over
-the temperature plus Gumbel noise (the Gumbel-max trick), and the noise comes from a counter-based hash. The same
-position therefore always meets the same noise, whoever asks: plain decoding, a tree of 60 nodes, or the head that
-guesses. This is drafter-invariant speculative decoding (Daliri, Musco, Suresh, arXiv 2408.07978).
+Sampling is exact and a function of (seed, position, token) alone: a token is the argmax of its
+filtered logits over the temperature plus Gumbel noise (the Gumbel-max trick), and the noise comes
+from a counter-based hash. The same position therefore always meets the same noise, whoever asks:
+plain decoding, a tree of 60 nodes, or the head that guesses. This is drafter-invariant speculative
+decoding (Daliri, Musco, Suresh, arXiv 2408.07978).
 
-Everything here runs inside compiled regions: tensors in, tensors out, fp32, no data-dependent shapes.
-"""
+Everything here runs inside compiled regions: tensors in, tensors out, fp32, no data-dependent
+shapes."""
 
 from dataclasses import dataclass
 
@@ -14,16 +15,14 @@ import torch
 from torch import Tensor
 
 HOTTEST = 1e6  # hotter than this every token is equally likely
-GREEDY_BELOW = (
-    1e-5  # temperatures this small divide logits beyond fp32's resolution: they mean greedy
-)
+GREEDY_BELOW = 1e-5  # below this, logits over temperature leave fp32's resolution: greedy
 WORD = 0xFFFFFFFF
 GUESS_POOL = 256  # the head filters only its best tokens: it guesses, the target decides
 
 
 @dataclass(frozen=True)
 class SamplingConfig:
-    """What the user asks for. temperature 0 is greedy; top_k 0 and top_p 1 switch their filter off."""
+    """What the user asks for. temperature 0 is greedy; top_k 0 and top_p 1 filter nothing."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -33,11 +32,13 @@ class SamplingConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.temperature <= HOTTEST:  # NaN fails too
             raise ValueError(
-                f"temperature {self.temperature} is not allowed: give a number >= 0 and <= {HOTTEST:g} (0 is greedy)"
+                f"temperature {self.temperature} is not allowed: give a number >= 0 and <= "
+                f"{HOTTEST:g} (0 is greedy)"
             )
-        if not -1 <= self.top_k <= 2**31:
+        if not -1 <= self.top_k < 2**63:
             raise ValueError(
-                f"top_k {self.top_k} is not allowed: give a count from 1 to 2**31, or 0 for no limit"
+                f"top_k {self.top_k} is not allowed: give a count from 1 to 2**63 - 1, or 0 for no "
+                "limit"
             )
         if not 0 < self.top_p <= 1:
             raise ValueError(
@@ -56,8 +57,13 @@ class SamplingConfig:
         return "filter" if self.top_k > 0 or self.top_p < 1 else "sample"
 
 
+GREEDY = SamplingConfig()
+
+
 class SamplingState:
-    """The same as static device tensors, so that changing a value compiles nothing and survives graph capture."""
+    """The same as static device tensors, so that changing a value compiles nothing and survives
+    graph capture.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.temperature = torch.ones(1, device=device)
@@ -85,8 +91,8 @@ def mix(x: Tensor) -> Tensor:
 def gumbel(seed: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
     """Standard Gumbel noise [N, M] in fp32 for positions int64 [N] and tokens int64 [M] or [N, M].
 
-    g = -log(E), E = -log1p(-u): the small E are the ones that win, and u from 32 bits resolves them fully.
-    """
+    g = -log(E), E = -log1p(-u): the small E are the ones that win, and u from 32 bits resolves them
+    fully."""
     low = mix((seed & WORD) ^ 0x5BD1E995)
     high = mix((seed >> 32) ^ 0x1B873593)
     first = mix((positions + low) & WORD)[:, None]  # [N, 1]
@@ -101,10 +107,10 @@ def perturb(
 ) -> tuple[Tensor, Tensor]:
     """The values whose argmax is the choice, with the columns of `logits` they belong to.
 
-    logits: [N, M]; positions: int64 [N], absolute position of the token being chosen; tokens: int64 [M], the token
-    id of each column. Filters in this order: temperature, top_k (exactly k), top_p (the smallest set that reaches
-    p). `pool` bounds how many of the best columns are looked at when filtering; exact when pool = M.
-    Returns fp32 [N, M or pool] and int64 columns of the same shape.
+    logits: [N, M]; positions: int64 [N], absolute position of the token being chosen; tokens: int64
+    [M], the token id of each column. Filters in this order: temperature, top_k (exactly k), top_p
+    (the smallest set that reaches p). `pool` bounds how many of the best columns are looked at when
+    filtering; exact when pool = M. Returns fp32 [N, M or pool] and int64 columns of the same shape.
     """
     scaled = logits.float()
     columns = torch.arange(logits.shape[1], device=logits.device).expand(scaled.shape)
@@ -138,9 +144,9 @@ def guess(
 ) -> tuple[Tensor, Tensor]:
     """The head's `top_k` likeliest choices of the target per row, best first.
 
-    The head meets the same noise as the target will, so it ranks what the target is about to choose, not what is
-    likely on average. Returns log-probabilities fp32 [N, top_k] and token ids int64 [N, top_k]. NaN ranks last.
-    """
+    The head meets the same noise as the target will, so it ranks what the target is about to
+    choose, not what is likely on average. Returns log-probabilities fp32 [N, top_k] and token ids
+    int64 [N, top_k]. NaN ranks last."""
     pool = max(min(GUESS_POOL, logits.shape[1]), top_k)
     values, columns = perturb(logits, positions, tokens, state, kind, pool)
     values = torch.where(values.isnan(), float("-inf"), values)

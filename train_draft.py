@@ -32,8 +32,16 @@ from draft_data import Conversation, Recipe, prepare_data
 from draft_eval import answer_greedily, read_questions, replay, summarise
 from draft_unroll import Batch, Settings, Teacher, Unrolled, UnrolledAttention, scale_inputs
 from eagle_draft import DraftConfig, DraftHead, default_feature_layers, parse_tree
-from loading import find_tokenizer, fit_head, load_head, load_target, pick_device, read_kind, rows_of
 from generate import note
+from loading import (
+    find_tokenizer,
+    fit_head,
+    load_head,
+    load_target,
+    pick_device,
+    read_kind,
+    rows_of,
+)
 from model import ModelConfig, Transformer
 from tokenizer import Tokenizer
 

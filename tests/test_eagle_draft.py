@@ -106,8 +106,9 @@ def test_static_parents_and_depths_follow_the_paths():
 
 @pytest.mark.parametrize(
     "text",
-    ["", "chain", "chain:0", "chain:x", "chain:65", "dynamic:nodes=0", "dynamic:nodes=-3", "dynamic:depth=3",
-     "dynamic:nodes=60,levels=1,top_k=4", "tree", "static:5", "missing.json", "dynamic:top_k=0", "dynamic:levels=0"],
+    ["", "chain", "chain:0", "chain:x", "chain:65", "dynamic:nodes=0", "dynamic:nodes=-3",
+     "dynamic:depth=3", "dynamic:nodes=60,levels=1,top_k=4", "tree", "static:5", "missing.json",
+     "dynamic:top_k=0", "dynamic:levels=0"],
 )  # fmt: skip
 def test_unknown_and_impossible_trees_are_refused(text):
     with pytest.raises(ValueError, match="tree"):
@@ -177,7 +178,9 @@ def rms(x, weight, eps=1e-6):
 @pytest.mark.parametrize("norm_output", [False, True])
 @pytest.mark.parametrize("fuse", ["plain", "norm_before_fc", "fc_norm"])
 def test_eagle3_variants_compute_what_their_names_say(norm_before_residual, norm_output, fuse):
-    """With attention and MLP switched off a head is its norms and residuals, which can be written down by hand."""
+    """With attention and MLP switched off a head is its norms and residuals, which can be written
+    down by hand.
+    """
     options = {fuse: True} if fuse != "plain" else {}
     head = random_head(
         random_model(),

@@ -1,4 +1,6 @@
-"""The round: drafted ids equal plain ids, nodes equal sequences, caches equal prefills, nothing waits or is rebuilt."""
+"""The round: drafted ids equal plain ids, nodes equal sequences, caches equal prefills, nothing
+waits or is rebuilt.
+"""
 
 import itertools
 
@@ -174,7 +176,8 @@ class Fixed:
 
 @pytest.mark.parametrize(
     "paths",
-    [[[0] * n for n in range(1, 6)], [[i] for i in range(5)], [[0], [1], [0, 0], [1, 0], [0, 0, 0], [1, 0, 0]],
+    [[[0] * n for n in range(1, 6)], [[i] for i in range(5)],
+     [[0], [1], [0, 0], [1, 0], [0, 0, 0], [1, 0, 0]],
      random_paths(1), random_paths(2), random_paths(3)],
     ids=["chain", "star", "fork", "random1", "random2", "random3"],
 )  # fmt: skip
@@ -188,7 +191,9 @@ def test_logits_of_every_node_equal_those_of_the_plain_sequence(paths):
     hook = model.output.register_forward_hook(lambda module, args, output: seen.append(output))
     nodes, parents, ancestors = source.propose(torch.tensor([root]))
     with torch.inference_mode():
-        decoder.run_target((nodes, parents, ancestors), decoder.length, decoder.slots(60), "greedy", 1)
+        decoder.run_target(
+            (nodes, parents, ancestors), decoder.length, decoder.slots(60), "greedy", 1
+        )
     hook.remove()
     logits = seen[0]
     for node in range(len(nodes)):
@@ -287,7 +292,8 @@ def test_shared_noise_raises_the_acceptance_of_sampled_text():
     )
     alone = decode(noise_free, [1, 2, 3], 90, sampling).stats.acceptance_length
     print(
-        f"acceptance length at temperature 1: {shared:.2f} with the target's noise, {alone:.2f} without"
+        f"acceptance length at temperature 1: {shared:.2f} with the target's noise, {alone:.2f} "
+        "without"
     )
     assert shared > 4.5 > alone + 1
 
@@ -330,11 +336,12 @@ def test_the_check_for_waiting_notices_one():
 
 
 class Tape(TorchDispatchMode):
-    """Records a round as a flat list of ATen calls on actual tensors, as a CUDA graph holds its kernels.
+    """Records a round as a flat list of ATen calls on actual tensors, as a CUDA graph holds its
+    kernels.
 
-    Replaying repeats the calls on the same storages: intermediate results are written where they were, so a value
-    that lived in Python, a buffer that was re-allocated or a shape that depended on data shows.
-    """
+    Replaying repeats the calls on the same storages: intermediate results are written where they
+    were, so a value that lived in Python, a buffer that was re-allocated or a shape that depended
+    on data shows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -407,7 +414,9 @@ def test_a_text_from_replays_of_one_recorded_round_is_the_same(tree, sampling):
 def fault_python_value(decoder):
     """The committed length as a Python number."""
     verify = decoder.run_target
-    decoder.run_target = lambda nodes, length, *rest: verify(nodes, torch.tensor([int(length)]), *rest)
+    decoder.run_target = lambda nodes, length, *rest: verify(
+        nodes, torch.tensor([int(length)]), *rest
+    )
 
 
 def fault_new_buffer(decoder):

@@ -26,9 +26,9 @@ import generate
 from checkpoint import TensorSpec, read_checkpoint, write_checkpoint
 from cli import run
 from convert_hf_checkpoint import convert
+from eagle_draft import NO_TREE
 from engine import Decoder
 from generate import Engine, load, main
-from eagle_draft import NO_TREE
 from loading import fit_tree
 from tokenizer import load_tokenizer
 

@@ -1,4 +1,6 @@
-"""The reference implementation's own numbers, reproduced in fp32: features, head logits, trees, acceptance, ids."""
+"""The reference implementation's own numbers, reproduced in fp32: features, head logits, trees,
+acceptance, ids.
+"""
 
 import json
 
@@ -21,7 +23,9 @@ SETS = {
 
 
 class Recorder:
-    """Watches a drafter: every tree it proposes, every forward of its head with the logits, all it learns."""
+    """Watches a drafter: every tree it proposes, every forward of its head with the logits, all it
+    learns.
+    """
 
     def __init__(self, decoder) -> None:
         drafter = decoder.drafter
@@ -96,8 +100,9 @@ def test_ids_equal_plain_greedy_and_the_reference_loop(run):
 def test_accepted_lengths_of_every_round(run):
     _, golden, _, _, _, counts = run
     rounds = golden["accept_len"].tolist()
-    # The reference counts the root with its round; here the first root comes from the prefill and a round's count
-    # is its accepted nodes and the bonus. Only the last round may be cut by the token budget.
+    # The reference counts the root with its round; here the first root comes from the prefill and a
+    # round's count is its accepted nodes and the bonus. Only the last round may be cut by the token
+    # budget.
     assert [count - 1 for count in counts[1:]][: len(rounds) - 1] == rounds[:-1]
 
 

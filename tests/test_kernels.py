@@ -1,4 +1,4 @@
-"""The Triton kernels: their numbers in Triton's interpreter, their machine code for sm_86, and, on a GPU, their speed."""
+"""The Triton kernels: numbers in the interpreter, code for sm_86, and speed where there is a GPU."""
 
 import json
 import os
@@ -27,7 +27,7 @@ MODELS = {
 SHAPES = sorted({shape for shapes in MODELS.values() for shape in shapes})
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
-# (rows, inputs, outputs): one row, every padding, odd sizes, more than one part and more than 64 rows
+# (rows, inputs, outputs): one row, every padding, odd sizes, several parts, more than 64 rows
 CASES = [
     (1, 72, 100), (1, 2048, 64), (2, 576, 96), (7, 100, 33), (16, 256, 64), (17, 576, 130),
     (26, 1536, 80), (32, 288, 64), (33, 1024, 130), (64, 512, 64), (70, 200, 65),
@@ -35,7 +35,7 @@ CASES = [
 
 
 def interpreted() -> dict[str, float]:
-    """The worst relative error of each kernel over the cases. Runs in a process with TRITON_INTERPRET=1."""
+    """The worst relative error of each kernel over the cases. Needs TRITON_INTERPRET=1."""
     torch.manual_seed(0)
     worst: dict[str, float] = {}
 
@@ -172,6 +172,26 @@ def test_fp32_rows_are_split_into_two_halves_that_add_up() -> None:
     x = torch.randn(3, 40)
     got = kernels.with_halves(lambda rows: (rows.double() @ weight.t())[None], x)
     assert (got - x.double() @ weight.t()).norm() < 1e-4 * got.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_operators_keep_a_compiled_graph_whole(dtype: torch.dtype) -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    def layers(x, w8, scales, w4, scale, zero) -> torch.Tensor:
+        eight = torch.ops.talon.w8a16(x, w8, scales)
+        dynamic = torch.ops.talon.w8a8(x.char(), w8, scales)
+        return eight + dynamic + torch.ops.talon.w4a16(x, w4, scale, zero, 64)
+
+    compiled = torch.compile(layers, fullgraph=True, backend="eager")
+    with FakeTensorMode():  # shapes and dtypes of a GPU's tensors, without the GPU
+        new = torch.empty
+        w8, scales = new(640, 1024, dtype=torch.int8, device="cuda"), new(640, device="cuda")
+        w4 = new(640, 512, dtype=torch.uint8, device="cuda")
+        pair = [new(16, 640, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
+        for rows in (1, 26, 100):
+            y = compiled(new(rows, 1024, dtype=dtype, device="cuda"), w8, scales, w4, *pair)
+            assert y.shape == (rows, 640) and y.dtype == torch.float32
 
 
 # ---------------------------------------------------------------- on a GPU

@@ -20,8 +20,8 @@ from tiny import (
 from eagle_draft import NO_TREE, parse_tree
 from engine import Decoder
 from fallback import FIRST_PAUSE, LONGEST_PAUSE, PATIENCE, Pace
-from loading import fit_tree
 from generate import load
+from loading import fit_tree
 from lookup_draft import look_up, remember
 from sampling import SamplingConfig
 

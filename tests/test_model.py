@@ -1,4 +1,6 @@
-"""The target: logits and greedy ids of the reference through the real converter, RoPE tables, masks, the cache."""
+"""The target: logits and greedy ids of the reference through the real converter, RoPE tables,
+masks, the cache.
+"""
 
 import math
 

@@ -1,4 +1,4 @@
-"""What the README tells users to type works: bash and python blocks are run, console blocks name real flags."""
+"""What the README says to type works: bash and python blocks run, console flags exist."""
 
 import re
 import shlex
@@ -28,7 +28,12 @@ def demo_model() -> Path:
     target = ROOT / "checkpoints" / "SmolLM2-135M-Instruct" / "talon.safetensors"
     if not target.exists():
         subprocess.run([sys.executable, "scripts/get_demo_model.py"], cwd=ROOT, check=True)
-        convert = [sys.executable, "convert_hf_checkpoint.py", "--checkpoint_dir", str(target.parent)]
+        convert = [
+            sys.executable,
+            "convert_hf_checkpoint.py",
+            "--checkpoint_dir",
+            str(target.parent),
+        ]
         subprocess.run(convert, cwd=ROOT, check=True)
     return target
 
@@ -50,7 +55,11 @@ def test_every_flag_exists(language):
         script = next(word for word in words if word.endswith(".py"))
         if script not in scripts:
             helped = subprocess.run(
-                [sys.executable, script, "--help"], cwd=ROOT, capture_output=True, text=True, check=True
+                [sys.executable, script, "--help"],
+                cwd=ROOT,
+                capture_output=True,
+                text=True,
+                check=True,
             )
             scripts[script] = helped.stdout
         for word in words[words.index(script) :]:
@@ -72,8 +81,12 @@ def test_commands_run(demo_model, tmp_path):
     for words in commands("bash"):
         if words[0] != "python":
             continue
-        words = [str(tmp_path / word) if word.endswith((".json", ".png")) else word for word in words]
-        done = subprocess.run([sys.executable, *words[1:]], cwd=ROOT, capture_output=True, text=True)
+        words = [
+            str(tmp_path / word) if word.endswith((".json", ".png")) else word for word in words
+        ]
+        done = subprocess.run(
+            [sys.executable, *words[1:]], cwd=ROOT, capture_output=True, text=True
+        )
         assert done.returncode == 0 and done.stdout.strip(), (words, done.stderr)
 
 

@@ -1,4 +1,6 @@
-"""Sampling: exact distributions, filters, ties, and noise that is a function of (seed, position, token)."""
+"""Sampling: exact distributions, filters, ties, and noise that is a function of (seed, position,
+token).
+"""
 
 import math
 
@@ -27,7 +29,9 @@ def draw(logits: torch.Tensor, draws: int = DRAWS, **fields) -> torch.Tensor:
 
 
 def p_value(counts: torch.Tensor, probs: torch.Tensor) -> float:
-    """Chi-square goodness of fit, cells of fewer than 5 expected merged (Wilson-Hilferty's normal approximation)."""
+    """Chi-square goodness of fit, cells of fewer than 5 expected merged (Wilson-Hilferty's normal
+    approximation).
+    """
     expected = probs.double() * counts.sum()
     order = expected.argsort(descending=True)
     expected, counts = expected[order], counts[order].double()

@@ -1,4 +1,4 @@
-"""Tiny models for the tests: the golden ones through the real converter, and random ones with chosen behaviour."""
+"""Tiny models for the tests: the golden ones, converted, and random ones of chosen behaviour."""
 
 from functools import cache
 from pathlib import Path
@@ -9,7 +9,7 @@ from convert_hf_checkpoint import convert
 from eagle_draft import DraftConfig, DraftHead, Tree
 from engine import Decoder, Generation
 from model import ModelConfig, Transformer
-from sampling import SamplingConfig
+from sampling import GREEDY, SamplingConfig
 
 GOLDEN = Path(__file__).parent / "data" / "golden"
 TREES = (
@@ -30,7 +30,7 @@ def converted(directory: Path, out: Path) -> Path:
 
 
 def decode(
-    decoder: Decoder, ids: list[int], n: int, sampling: SamplingConfig = SamplingConfig(), **options
+    decoder: Decoder, ids: list[int], n: int, sampling: SamplingConfig = GREEDY, **options
 ) -> Generation:
     """Run a whole generation and return it."""
     generation = Generation(decoder, ids, sampling, n, **options)
@@ -40,7 +40,7 @@ def decode(
 
 
 def random_model(seed: int = 0, **changes) -> Transformer:
-    """A random LLaMA whose attention matters. lm_head has unit scale, so that greedy choices have wide margins."""
+    """A random LLaMA whose attention matters, with a wide lm_head: greedy choices have margins."""
     fields = {
         "vocab_size": 128, "dim": 64, "n_layer": 4, "n_head": 4, "n_kv_head": 2, "head_dim": 16,
         "intermediate_size": 160, "norm_eps": 1e-6, "max_seq_length": 128,
@@ -58,10 +58,11 @@ def random_head(model: Transformer, family: str = "eagle1", seed: int = 1, **cha
     """A random head for `model`: almost always wrong."""
     c = model.config
     fields = {
-        "family": family, "dim": c.dim, "n_head": c.n_head, "n_kv_head": c.n_kv_head, "head_dim": c.head_dim,
-        "intermediate_size": c.intermediate_size, "norm_eps": c.norm_eps, "vocab_size": c.vocab_size,
-        "draft_vocab_size": c.vocab_size, "target_dim": c.dim, "max_seq_length": c.max_seq_length,
-        "feature_layers": (1, 2, 3) if family == "eagle3" else None, "own_output": family == "eagle3",
+        "family": family, "dim": c.dim, "n_head": c.n_head, "n_kv_head": c.n_kv_head,
+        "head_dim": c.head_dim, "intermediate_size": c.intermediate_size, "norm_eps": c.norm_eps,
+        "vocab_size": c.vocab_size, "draft_vocab_size": c.vocab_size, "target_dim": c.dim,
+        "max_seq_length": c.max_seq_length, "own_output": family == "eagle3",
+        "feature_layers": (1, 2, 3) if family == "eagle3" else None,
     }  # fmt: skip
     torch.manual_seed(seed)
     head = DraftHead(DraftConfig(**(fields | changes))).requires_grad_(False).eval()
@@ -72,9 +73,9 @@ def random_head(model: Transformer, family: str = "eagle1", seed: int = 1, **cha
 
 
 def table_model(log_probs: torch.Tensor, n_layer: int = 2, **changes) -> Transformer:
-    """A LLaMA whose next-token distribution depends on the last token only: log_probs [V, V], row = last token.
+    """A LLaMA whose next token depends on the last one only: log_probs [V, V], row = last token.
 
-    One-hot embeddings and attention and MLP that add nothing; the final norm turns the embedding into
+    One-hot embeddings, attention and MLP that add nothing; the final norm makes the embedding
     sqrt(C) * one-hot, which lm_head maps to the row of the table.
     """
     size = log_probs.shape[0]
@@ -103,7 +104,7 @@ def table_head(model: Transformer, wrong_after: tuple[int, ...] = ()) -> DraftHe
     guess = torch.eye(dim)
     for token in wrong_after:  # pretend that another token had been read
         guess[:, token] = torch.eye(dim)[:, (token + size // 2) % size]
-    # fc sees [embedding, feature]: the embedding is 8 * one-hot, the feature after the norm sqrt(C) * one-hot.
+    # fc sees [8 * one-hot of the token, sqrt(C) * one-hot of the token before].
     head.fc.weight.zero_()
     head.fc.weight[:, :dim].copy_(guess * (dim**0.5 / 8))
     head.layer.attention.wo.weight.zero_()

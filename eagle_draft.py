@@ -312,8 +312,9 @@ def parse_tree(text: str) -> Tree:
             return dynamic_tree(**{key: int(value) for key, value in pairs})
     if text.endswith(".json"):
         return static_tree(read_paths(Path(text)), text)
+    shown = text if len(text) < 60 else f"{text[:60]}..."
     raise ValueError(
-        f"tree {text!r} is not known: give auto, none, chain:K or lookup:K (1 to 64), static, "
+        f"tree {shown!r} is not known: give auto, none, chain:K or lookup:K (1 to 64), static, "
         "dynamic:nodes=60,levels=8,top_k=10, or a FILE.json with a list of paths"
     )
 

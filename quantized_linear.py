@@ -55,24 +55,26 @@ def split_planes(steps: Tensor) -> Tensor:
     return torch.cat((high, steps - 256 * high)).to(torch.int8)
 
 
-# ---------------------------------------------------------------- int8 products on a CPU
+# ---------------------------------------------------------------- products on a CPU
+# Operators of our own hide those of torch from Inductor: it insists that oneDNN's packed weights are
+# constants, so would compile each layer anew, and rewrites the 4-bit product into one that fails
+# inside a nested region.
 
-ONE, NO_OFFSET = torch.ones(()), torch.zeros((), dtype=torch.int32)
+NOTHING: list = []  # no operation after the product
 library = torch.library.Library("talon", "FRAGMENT")
 library.define("int8_rows(Tensor rows, Tensor weight, Tensor scales, Tensor offsets) -> Tensor")
+library.define("int4_rows(Tensor rows, Tensor weight, int groupsize, Tensor pairs) -> Tensor")
 
 
 def int8_rows(rows: Tensor, weight: Tensor, scales: Tensor, offsets: Tensor) -> Tensor:
     """fp32 [T, out]: integer products of int8 rows [T, in] with a packed weight, times its scales.
 
-    An operator of its own, because Inductor insists that oneDNN's packed weights are constants of
-    the graph, and so would compile each layer anew. The sums are integers and exact: a row's result
-    does not depend on the rows beside it.
+    The sums are integers and exact: a row's result does not depend on the rows beside it.
     """
     if weight.is_mkldnn:
-        plain = (None, 1.0, 0, torch.float32, "none", [], "")  # no bias, fp32 out, nothing after
-        product = torch.ops.onednn.qlinear_pointwise.tensor
-        return product(rows, ONE, NO_OFFSET, weight, scales, offsets, *plain)
+        return torch.ops.onednn.qlinear_pointwise.default(
+            rows, 1.0, 0, weight, scales, offsets, None, 1.0, 0, torch.float32, "none", NOTHING, ""
+        )
     return torch._int_mm(rows, weight.t()) * scales
 
 
@@ -80,9 +82,23 @@ def int8_rows_shape(rows: Tensor, weight: Tensor, scales: Tensor, offsets: Tenso
     return rows.new_empty((rows.shape[0], scales.shape[0]), dtype=torch.float32)
 
 
+def int4_rows(rows: Tensor, weight: Tensor, groupsize: int, pairs: Tensor) -> Tensor:
+    """bf16 [T, out] of bf16 rows [T, Ip], the only dtype for which this kernel has vector code.
+
+    pairs: bf16 [Ip/g, out, 2], scale and zero.
+    """
+    return torch.ops.aten._weight_int4pack_mm_for_cpu(rows, weight, groupsize, pairs)
+
+
+def int4_rows_shape(rows: Tensor, weight: Tensor, groupsize: int, pairs: Tensor) -> Tensor:
+    return rows.new_empty((rows.shape[0], pairs.shape[1]))
+
+
 for key in ("CPU", "MkldnnCPU"):
     library.impl("int8_rows", int8_rows, key)
 library.impl("int8_rows", int8_rows_shape, "Meta")
+library.impl("int4_rows", int4_rows, "CPU")
+library.impl("int4_rows", int4_rows_shape, "Meta")
 
 
 @functools.cache
@@ -259,10 +275,7 @@ class Int4Linear(QuantizedLinear):
         if self.route == "triton":
             y = torch.ops.talon.w4a16(rows, self.weight, self.scales, self.zeros, self.groupsize)
         else:
-            # bf16 is the only dtype for which this kernel has vector code.
-            y = torch.ops.aten._weight_int4pack_mm_for_cpu(
-                rows.bfloat16(), self.weight, self.groupsize, self.scales
-            )
+            y = torch.ops.talon.int4_rows(rows.bfloat16(), self.weight, self.groupsize, self.scales)
             y = y[:, : self.out_features].float()
         return self.finish(y, x.dtype)
 

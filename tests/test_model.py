@@ -154,4 +154,4 @@ def test_decoding_speed_does_not_depend_on_the_caches_size():
     """The slots attended to come from the length bucket, not from the cache that was made."""
     large = eager(random_model(max_seq_length=4096), context=4096)
     assert large.slots(200).shape == (256,) and large.slots(257).shape == (512,)
-    assert large.slots(5000).shape == (large.cache.rows,)
+    assert large.slots(5000).shape == (large.cache.rows - 1,)

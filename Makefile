@@ -10,13 +10,19 @@ PACKAGES := requirements.txt pyproject.toml
 MODEL := checkpoints/SmolLM2-135M-Instruct
 # A trained head, if this repository ships one.
 HEAD := $(firstword $(wildcard assets/*.safetensors))
+# A small tree: on a CPU every row of a forward costs something.
+TREE := chain:2
 PROMPT ?= Explain in three sentences why the sky is blue.
 
 .PHONY: demo test test-all lint
 
-demo: $(MODEL)/talon.safetensors
-	$(BIN)/python generate.py --checkpoint_path $< $(if $(HEAD),--draft_checkpoint_path $(HEAD)) \
-		--prompt "$(PROMPT)"
+# The same question in fp32 and in int8-dynamic, without and with the head if one ships.
+demo: $(MODEL)/talon.safetensors $(MODEL)/talon_int8-dynamic.safetensors
+	@for file in $^; do \
+		$(BIN)/python generate.py --checkpoint_path $$file --prompt "$(PROMPT)" || exit; \
+		$(if $(HEAD),$(BIN)/python generate.py --checkpoint_path $$file --tree $(TREE) \
+			--draft_checkpoint_path $(HEAD) --highlight --prompt "$(PROMPT)" || exit;) \
+	done
 
 test: $(VENV)/dev.stamp
 	$(BIN)/python -m pytest -q -m "not slow"
@@ -31,6 +37,9 @@ lint: $(VENV)/dev.stamp
 $(MODEL)/talon.safetensors: convert_hf_checkpoint.py checkpoint.py | $(VENV)/demo.stamp
 	$(BIN)/python scripts/get_demo_model.py
 	$(BIN)/python convert_hf_checkpoint.py --checkpoint_dir $(MODEL)
+
+$(MODEL)/talon_int8-dynamic.safetensors: $(MODEL)/talon.safetensors
+	$(BIN)/python quantize.py --checkpoint_path $< --mode int8-dynamic
 
 # requirements.txt pins torch: installed first, it keeps an extra from pulling in another one.
 $(VENV)/base.stamp: $(PACKAGES)

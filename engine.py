@@ -8,6 +8,7 @@ root."""
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from types import FunctionType
 
 import torch
 from torch import Tensor
@@ -100,7 +101,11 @@ def compile_region(function: Callable) -> Callable:
 
     Tuning and measuring run many trees in one process, so many shapes are no sign of a mistake
     here."""
-    return torch.compile(function, fullgraph=True, dynamic=False, recompile_limit=256)
+    # Compiled code is kept per code object and found by trying one after another: a copy of its own
+    # keeps a decoder from searching through what other decoders of the process compiled.
+    own = FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
+    torch._dynamo.config.recompile_limit = 256  # an argument of torch.compile in newer releases only
+    return torch.compile(own, fullgraph=True, dynamic=False)
 
 
 class PhaseClock:

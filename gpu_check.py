@@ -141,8 +141,7 @@ def quantized(weight: torch.Tensor, mode: str) -> dict[str, torch.Tensor]:
             zip(("weight", "scales", "zeros"), quantize_int4(weight, GROUPSIZE), strict=True)
         )
     state = dict(zip(("weight", "scales"), quantize_int8(weight), strict=True))
-    smoothing = {"smoothing": torch.ones(weight.shape[1], device=weight.device)}
-    return state | (smoothing if mode == "int8-dynamic" else {})
+    return state | {"smoothing": torch.ones(weight.shape[1], device=weight.device)}
 
 
 def shaped_head(model: Transformer, device: torch.device, dtype: torch.dtype) -> DraftHead:

@@ -22,7 +22,7 @@ from eagle_draft import (
     parse_tree,
 )
 from model import ModelConfig, Transformer
-from quantize import pack, swap_linears, unpacked
+from quantized_linear import pack, swap_linears, unpacked
 from tokenizer import TOKENIZER_FILES, Tokenizer, load_tokenizer
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}

@@ -33,7 +33,6 @@ from quantized_linear import (
     pack_int4,
     round_rows,
     swap_linears,
-    unpacked,  # noqa: F401
 )
 from tokenizer import load_tokenizer
 
@@ -93,6 +92,7 @@ def fit_groups(groups: Tensor, share: Tensor) -> Grid:
     """
     low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
     middle, half = (low + high) / 2, (high - low) / 2
+    unit = torch.where(half > 0, half, 1)  # squares of very small or large weights would not fit
     best, least = None, None
     for shrink in (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, None, None):
         if shrink is None:
@@ -100,8 +100,8 @@ def fit_groups(groups: Tensor, share: Tensor) -> Grid:
         else:
             scale, zero = shrink * half / 7.5, middle + shrink * half / 15
         grid = round_groups(groups, low == high, scale, zero)
-        error = (grid.steps - 8).mul_(grid.scale).add_(grid.zero).sub_(groups).square_()
-        error = error.mul_(share).sum(-1, keepdim=True)
+        error = (grid.steps - 8).mul_(grid.scale).add_(grid.zero).sub_(groups)
+        error = error.div_(unit).square_().mul_(share).sum(-1, keepdim=True)
         if best is None:
             best, least = grid, error
         closer = error < least
@@ -264,6 +264,7 @@ def plan_layers(checkpoint: Checkpoint, mode: str) -> dict[str, Plan]:
     gentle: dict[str, Plan] = {}  # what a layer gets if int8-dynamic is too coarse for it
 
     def watch(layer: str, linear: nn.Linear, inputs: Tensor) -> None:
+        finite(linear.weight, f"{layer}.weight", checkpoint.path)
         # The first token's activations are a class of their own, and only one row.
         inputs = finite(inputs[1:], f"the input of {layer}", checkpoint.path)
         if mode == "int4":
@@ -276,8 +277,7 @@ def plan_layers(checkpoint: Checkpoint, mode: str) -> dict[str, Plan]:
         plans[layer] = Plan(mode, smoothing)
         errors.setdefault(kind_of(layer), []).append(error)
 
-    ids = torch.tensor(read_text(checkpoint, "calibration.txt")[:WINDOW])
-    hidden = run_blocks(checkpoint, [ids], watch)[0]
+    hidden = run_blocks(checkpoint, [calibration_ids(checkpoint)], watch)[0]
     output = load_output(checkpoint, ModelConfig.from_dict(checkpoint.config))
     with torch.inference_mode():
         watch("output", output, hidden)
@@ -285,6 +285,17 @@ def plan_layers(checkpoint: Checkpoint, mode: str) -> dict[str, Plan]:
     coarse = {kind for kind, each in errors.items() if sum(each) / len(each) > MOST_ERROR}
     mild = {layer for layer in gentle if mode == "int8" or kind_of(layer) in coarse}
     return plans | {layer: gentle[layer] for layer in mild}
+
+
+def calibration_ids(checkpoint: Checkpoint) -> Tensor:
+    """Token ids of the calibration text, or ids from all over the vocabulary and a notice."""
+    config = ModelConfig.from_dict(checkpoint.config)
+    size = min(WINDOW, config.max_seq_length)
+    try:
+        return torch.tensor(read_text(checkpoint, "calibration.txt")[:size])
+    except FileNotFoundError as error:
+        print(f"{error}; calibrating with arbitrary token ids instead of text", file=sys.stderr)
+        return torch.arange(size) * 7919 % config.vocab_size
 
 
 def kind_of(layer: str) -> str:

@@ -56,9 +56,9 @@ def split_planes(steps: Tensor) -> Tensor:
 
 
 # ---------------------------------------------------------------- products on a CPU
-# Operators of our own hide those of torch from Inductor: it insists that oneDNN's packed weights are
-# constants, so would compile each layer anew, and rewrites the 4-bit product into one that fails
-# inside a nested region.
+# Operators of our own hide those of torch from Inductor. It takes oneDNN's packed weights for
+# constants only, so would compile each layer anew, and it rewrites the 4-bit product into one that
+# fails inside a nested region.
 
 NOTHING: list = []  # no operation after the product
 library = torch.library.Library("talon", "FRAGMENT")

@@ -1,4 +1,4 @@
-"""The Triton kernels: numbers in the interpreter, code for sm_86, and speed where there is a GPU."""
+"""The Triton kernels: numbers in the interpreter, code for sm_86, speed where there is a GPU."""
 
 import json
 import os
@@ -183,6 +183,7 @@ def test_operators_keep_a_compiled_graph_whole(dtype: torch.dtype) -> None:
         dynamic = torch.ops.talon.w8a8(x.char(), w8, scales)
         return eight + dynamic + torch.ops.talon.w4a16(x, w4, scale, zero, 64)
 
+    torch._dynamo.reset()
     compiled = torch.compile(layers, fullgraph=True, backend="eager")
     with FakeTensorMode():  # shapes and dtypes of a GPU's tensors, without the GPU
         new = torch.empty

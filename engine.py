@@ -104,7 +104,9 @@ def compile_region(function: Callable) -> Callable:
     # Compiled code is kept per code object and found by trying one after another: a copy of its own
     # keeps a decoder from searching through what other decoders of the process compiled.
     own = FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
-    torch._dynamo.config.recompile_limit = 256  # an argument of torch.compile in newer releases only
+    torch._dynamo.config.recompile_limit = (
+        256  # an argument of torch.compile in newer releases only
+    )
     return torch.compile(own, fullgraph=True, dynamic=False)
 
 
@@ -404,7 +406,7 @@ class Decoder:
         host.copy_(self.report, non_blocking=True)
         done = torch.cuda.Event()
         done.record()
-        return Launched(host, done)
+        return Launched(host, done, graph.events)
 
     @torch.inference_mode()
     def warm_up(self, kind: str) -> float:
@@ -440,6 +442,7 @@ class Launched:
 
     report: Tensor
     done: torch.cuda.Event | None = None
+    events: list[tuple[str, torch.cuda.Event]] = field(default_factory=list)
 
     def tokens(self) -> list[int]:
         """Wait for the round; its new tokens, the bonus last."""
@@ -530,10 +533,14 @@ class Generation:
             stats.decode_s += time.perf_counter() - started
             yield kept
             started = time.perf_counter()  # what the reader does with the tokens is not decoding
-        stats.draft_s, stats.verify_s = (
-            decoder.clock.seconds["draft"],
-            decoder.clock.seconds["verify"],
-        )
+        rounds = 1
+        if decoder.clock.on_gpu:  # the last round's split stands for all: reading each would wait
+            for launched, _ in waiting:
+                launched.tokens()
+            decoder.clock.read(launched.events)
+            rounds = stats.rounds
+        stats.draft_s = decoder.clock.seconds["draft"] * rounds
+        stats.verify_s = decoder.clock.seconds["verify"] * rounds
 
     def take(self, found: list[int]) -> list[int]:
         """Append tokens up to the end of the text; returns those that belong to it."""

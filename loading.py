@@ -386,9 +386,7 @@ def plan_memory(
     if head is not None:
         d = DraftConfig.from_dict(head.config)
         caches += 2 * d.n_kv_head * d.head_dim * rows * dtype.itemsize
-    scores = (
-        2 * c.n_head * chunk * rows * 4
-    )  # attention of one prefill chunk, scores and weights in fp32
+    scores = 2 * c.n_head * chunk * rows * 4  # attention of one prefill chunk, in fp32
     logits = 3 * tree.nodes * c.vocab_size * 4  # of a tree, with noise and filter beside them
     hidden = 8 * chunk * c.intermediate_size * dtype.itemsize
     return MemoryPlan(

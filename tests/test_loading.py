@@ -1,0 +1,62 @@
+"""The memory plan: what it counts, that it is refused in time, and that LLaMA-2-13B fits 24 GB."""
+
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from checkpoint import Checkpoint, TensorSpec
+from eagle_draft import DraftConfig, DraftHead, parse_tree
+from loading import MemoryPlan, plan_memory
+from model import ModelConfig, Transformer
+from quantized_linear import LINEARS
+
+RTX_3090 = 24 * 2**30 - 600 * 2**20  # what a display-free card leaves to a program
+LLAMA2_13B = ModelConfig(32000, 5120, 40, 40, 40, 128, 13824, 1e-5, 4096)
+HEAD_13B = DraftConfig(
+    "eagle3", 5120, 40, 40, 128, 13824, 1e-5, 32000, 32000, 5120, 4096, feature_layers=(2, 20, 37)
+)
+
+
+def headers(module: nn.Module, kind: str, config: object, mode: str | None) -> Checkpoint:
+    """The file that a model of this shape would have, by its header alone."""
+    specs = {n: TensorSpec(torch.float16, tuple(t.shape)) for n, t in module.state_dict().items()}
+    quantization = None
+    if mode:
+        linears = {n: m for n, m in module.named_modules() if isinstance(m, nn.Linear)}
+        quantization = {"mode": mode, "groupsize": 128, "layers": dict.fromkeys(linears, mode)}
+        for name, linear in linears.items():
+            stored = LINEARS[mode].specs(linear.in_features, linear.out_features, 128)
+            specs |= {f"{name}.{part}": spec for part, spec in stored.items()}
+    return Checkpoint(Path("x"), kind, asdict(config), quantization, {}, specs)
+
+
+def plan_13b(mode: str | None, head_mode: str | None, context: int) -> MemoryPlan:
+    with torch.device("meta"):
+        target = headers(Transformer(LLAMA2_13B), "target", LLAMA2_13B, mode)
+        head = headers(DraftHead(HEAD_13B), "draft", HEAD_13B, head_mode)
+    tree = parse_tree("dynamic:nodes=60,levels=8,top_k=10")
+    return plan_memory(target, head, context, tree, torch.bfloat16, RTX_3090)
+
+
+@pytest.mark.parametrize("head_mode", [None, "int8"])
+def test_llama2_13b_in_int8_with_its_head_and_2048_positions_fits_24_gb(head_mode):
+    plan = plan_13b("int8", head_mode, 2048)
+    assert 13e9 < plan.target < 13.4e9  # 12.9 billion int8 weights and the half-precision embedding
+    assert 1.6e9 < plan.caches < 2.1e9  # 2 * 40 layers * 5120 * 2304 rows * 2 bytes, and the head's
+    plan.check()
+
+
+def test_llama2_13b_in_half_precision_is_refused_with_what_would_fit():
+    with pytest.raises(ValueError, match=r"needs .* GB .* free: quantise .* --max_seq_length"):
+        plan_13b(None, None, 2048).check()
+
+
+def test_int4_leaves_room_for_the_whole_context():
+    plan_13b("int4", "int4", 4096).check()
+
+
+def test_without_knowing_the_devices_memory_nothing_is_refused():
+    MemoryPlan(10**15, 0, 0, 0).check()

@@ -204,9 +204,7 @@ class Decoder:
         drafting = tree.lookup or (head is not None and tree.nodes > 1)
         # The slack lets a tree or a padded chunk run past the last legal position: nothing past it
         # is ever kept.
-        self.reach = (
-            max(tree.nodes, tree.draft_slots) if drafting else 1
-        )  # slots a round uses past C
+        self.reach = max(tree.nodes, tree.draft_slots) if drafting else 1  # slots past the length
         # One row more than any bucket: a bucket as long as the cache would compile as a constant.
         rows = max_seq_length + max(self.chunk, self.reach) + 1
         compiled = compile_region if compile else lambda function: function
@@ -254,9 +252,7 @@ class Decoder:
         is padded."""
         self.catch_up(len(self.cached) + 1)
         self.length.fill_(start)
-        self.cached = self.cached[
-            :start
-        ]  # an interrupted prefill must not leave more than what is right
+        self.cached = self.cached[:start]  # should this be interrupted, no more than that is right
         padding = [0] * (-(len(ids) - start) % self.chunk + 1)
         tokens = torch.tensor(ids[start:] + padding, device=self.device)
         for offset in range(0, len(ids) - start, self.chunk):
@@ -276,8 +272,7 @@ class Decoder:
         last = self.offsets[rows - 1 : rows]
         choice, features = self.read_chunk(
             self.model, self.cache, self.table, tokens[:-1], self.length, last, slots,
-            self.sampling, kind,
-            self.drafter.feature_layers,
+            self.sampling, kind, self.drafter.feature_layers,
         )  # fmt: skip
         # Inside the prompt the token that follows a row is known; after the prompt's last row it is
         # the choice.

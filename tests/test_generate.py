@@ -1027,6 +1027,11 @@ def test_an_end_at_once_is_no_error(cli, tmp_path):
     assert (code, out) == (0, "") and record(tmp_path / "o")["samples"] == []
 
 
+def hear_ctrl_c():
+    """A test run in the background inherits a SIGINT that is ignored."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def test_ctrl_c_leaves_a_conversation_quietly_and_keeps_its_turns(world, tmp_path):
     command = [
         sys.executable,
@@ -1043,7 +1048,9 @@ def test_ctrl_c_leaves_a_conversation_quietly_and_keeps_its_turns(world, tmp_pat
         str(tmp_path / "o"),
     ]
     pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
+    with subprocess.Popen(
+        command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, preexec_fn=hear_ctrl_c
+    ) as process:
         process.stdin.write("hello\n")
         process.stdin.flush()
         process.stdout.readline()
@@ -1071,7 +1078,11 @@ def test_ctrl_c_while_decoding_leaves_quietly_and_writes_nothing(world, tmp_path
         str(tmp_path / "p"),
     ]
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=hear_ctrl_c,
     ) as process:
         process.stdout.readline()
         process.send_signal(signal.SIGINT)

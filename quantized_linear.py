@@ -12,19 +12,16 @@ with weight [out, in] is stored as (Ip = in, padded with zeros to whole groups o
 
 int8: weight = step * scale / smoothing, and it is the inputs that are divided by the smoothing.
 int4: weight = (step - 8) * scale + zero; byte j of a group holds step j in its low half and step
-j + g/2 in its high half. Biases stay as they are. quantize.py writes such files; kernels.py has the
-Triton kernels of a GPU. Leaves out training: nothing here has a gradient.
+j + g/2 in its high half. Biases stay as they are. quantize.py writes such files; the products are
+those of kernels.py (Triton, GPU) and cpu_kernels.py (C++, CPU). Leaves out training: nothing here
+has a gradient.
 """
-
-import functools
-import math
-import time
-from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import cpu_kernels
 from checkpoint import TensorSpec
 
 GROUPSIZES = (32, 64, 128, 256)
@@ -43,101 +40,10 @@ def pack_int4(steps: Tensor, groupsize: int) -> Tensor:
     return (low | high << 4).view(steps.shape[0], -1)
 
 
-def round_rows(x: Tensor, limit: int) -> tuple[Tensor, Tensor]:
+def round_rows(x: Tensor, limit: int = 127) -> tuple[Tensor, Tensor]:
     """Steps -limit..limit (fp32) and scales [T, 1] of each row of x fp32 [T, in]."""
     scales = x.abs().amax(-1, keepdim=True).clamp_min(TINY) / limit
     return (x / scales).round(), scales
-
-
-def split_planes(steps: Tensor) -> Tensor:
-    """int8 [2T, in]: steps [T, in] of 16 bits as 256 * the first T rows + the second T rows."""
-    high = ((steps + 128) / 256).floor()
-    return torch.cat((high, steps - 256 * high)).to(torch.int8)
-
-
-# ---------------------------------------------------------------- products on a CPU
-# Operators of our own hide those of torch from Inductor. It takes oneDNN's packed weights for
-# constants only, so would compile each layer anew, and it rewrites the 4-bit product into one that
-# fails inside a nested region.
-
-NOTHING: list = []  # no operation after the product
-library = torch.library.Library("talon", "FRAGMENT")
-library.define("int8_rows(Tensor rows, Tensor weight, Tensor scales, Tensor offsets) -> Tensor")
-library.define("int4_rows(Tensor rows, Tensor weight, int groupsize, Tensor pairs) -> Tensor")
-
-
-def int8_rows(rows: Tensor, weight: Tensor, scales: Tensor, offsets: Tensor) -> Tensor:
-    """fp32 [T, out]: integer products of int8 rows [T, in] with a packed weight, times its scales.
-
-    The sums are integers and exact: a row's result does not depend on the rows beside it.
-    """
-    if weight.is_mkldnn:
-        return torch.ops.onednn.qlinear_pointwise.default(
-            rows, 1.0, 0, weight, scales, offsets, None, 1.0, 0, torch.float32, "none", NOTHING, ""
-        )
-    return torch._int_mm(rows, weight.t()) * scales
-
-
-def int8_rows_shape(rows: Tensor, weight: Tensor, scales: Tensor, offsets: Tensor) -> Tensor:
-    return rows.new_empty((rows.shape[0], scales.shape[0]), dtype=torch.float32)
-
-
-def int4_rows(rows: Tensor, weight: Tensor, groupsize: int, pairs: Tensor) -> Tensor:
-    """bf16 [T, out] of bf16 rows [T, Ip], the only dtype for which this kernel has vector code.
-
-    pairs: bf16 [Ip/g, out, 2], scale and zero.
-    """
-    return torch.ops.aten._weight_int4pack_mm_for_cpu(rows, weight, groupsize, pairs)
-
-
-def int4_rows_shape(rows: Tensor, weight: Tensor, groupsize: int, pairs: Tensor) -> Tensor:
-    return rows.new_empty((rows.shape[0], pairs.shape[1]))
-
-
-for key in ("CPU", "MkldnnCPU"):
-    library.impl("int8_rows", int8_rows, key)
-library.impl("int8_rows", int8_rows_shape, "Meta")
-library.impl("int4_rows", int4_rows, "CPU")
-library.impl("int4_rows", int4_rows_shape, "Meta")
-
-
-@functools.cache
-def cpu_product() -> str:
-    """How this CPU multiplies int8: "onednn" (packed weights), "int_mm", or "float" if both fail.
-
-    Found by trying. oneDNN's packed form is the best where there is AMX and falls to a slow
-    reference loop elsewhere; without VNNI both add products in pairs in 16 bits, which overflows.
-    """
-    rows, weight = extreme_int8(16, 256), extreme_int8(256, 256)
-    expected = rows.double() @ weight.double().t()
-    scales, offsets = torch.ones(256), torch.zeros(256, dtype=torch.int32)
-    seconds = {}
-    for name in ("int_mm", "onednn"):
-        try:
-            packed = torch.ops.onednn.qlinear_prepack(weight, None) if name == "onednn" else weight
-            if torch.equal(int8_rows(rows, packed, scales, offsets).double(), expected):
-                seconds[name] = shortest(lambda w=packed: int8_rows(rows, w, scales, offsets))
-        except (RuntimeError, AttributeError):  # this build of torch lacks it
-            continue
-    if "onednn" in seconds and seconds["onednn"] < 10 * seconds.get("int_mm", math.inf):
-        return "onednn"
-    return "int_mm" if "int_mm" in seconds else "float"
-
-
-def extreme_int8(rows: int, columns: int) -> Tensor:
-    """A matrix of 127 and -127 in runs, to provoke an overflow wherever there can be one."""
-    index = torch.arange(rows * columns).view(rows, columns)
-    return torch.where(index // 7 % 5 == 0, -127, 127).to(torch.int8)
-
-
-def shortest(call: Callable[[], object], repeats: int = 3) -> float:
-    """Seconds of the fastest of a few calls."""
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - start)
-    return min(times)
 
 
 # ---------------------------------------------------------------- modules
@@ -179,9 +85,10 @@ class QuantizedLinear(nn.Module):
 
 
 class Int8Linear(QuantizedLinear):
-    """int8 weights, one scale per output. Activations: 16 bits on a CPU, their dtype on a GPU."""
+    """int8 weights, one scale per output. Activations have 16 bits on a CPU, their own on a GPU."""
 
     mode = "int8"
+    bits = 16
 
     @staticmethod
     def specs(in_features: int, out_features: int, groupsize: int) -> dict[str, TensorSpec]:
@@ -193,49 +100,45 @@ class Int8Linear(QuantizedLinear):
 
     def pack(self, device: torch.device, dtype: torch.dtype) -> None:
         self.dtype = dtype
-        self.route = "triton" if device.type == "cuda" else cpu_product()
-        weight = self.weight
-        if self.route == "onednn":
-            weight = torch.ops.onednn.qlinear_prepack(weight, None)
-        if self.route == "float":
-            weight = weight * self.scales[:, None]
-        offsets = torch.zeros(self.out_features, dtype=torch.int32, device=device)
-        self.replace(weight=weight, offsets=offsets, smoothing=1 / self.smoothing)
-
-    def multiply(self, rows: Tensor) -> Tensor:
-        """fp32 [T, out] of int8 rows [T, in] on a CPU."""
-        return torch.ops.talon.int8_rows(rows, self.weight, self.scales, self.offsets)
+        self.route = "triton" if device.type == "cuda" else cpu_kernels.integer_route()
+        self.replace(smoothing=1 / self.smoothing)
+        if self.route in ("vnni", "amx"):
+            self.replace(weight=cpu_kernels.interleave(self.weight))
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, in] -> [T, out] in the dtype of x."""
         smooth = x.float() * self.smoothing
         if self.route == "triton":
-            y = torch.ops.talon.w8a16(smooth.to(x.dtype), self.weight, self.scales)
-        elif self.route == "float":
-            y = F.linear(smooth, self.weight)
-        else:
-            # A second plane of int8 rows costs less than any kernel that widens the weights.
-            steps, scales = round_rows(smooth, 127 * 256)
-            high, low = self.multiply(split_planes(steps)).chunk(2)
-            y = (high * 256 + low) * scales
+            y = self.multiply_on_gpu(smooth, x.dtype)
+        elif self.route == "floats":
+            y = self.multiply_floats(smooth.contiguous())
+        else:  # the tiles of AMX are made for many rows; both give the same numbers
+            amx = self.route == "amx" and x.shape[0] * self.bits > 32
+            y = torch.ops.talon.integer_rows(
+                smooth.contiguous(), self.weight, self.scales, self.bits // 8, amx
+            )
         return self.finish(y, x.dtype)
+
+    def multiply_on_gpu(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        return torch.ops.talon.w8a16(x.to(dtype), self.weight, self.scales)
+
+    def multiply_floats(self, x: Tensor) -> Tensor:
+        return torch.ops.talon.int8_rows(x, self.weight, self.scales)
 
 
 class Int8DynamicLinear(Int8Linear):
     """int8 weights times int8 activations, which are rounded row by row."""
 
     mode = "int8-dynamic"
+    bits = 8
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[T, in] -> [T, out] in the dtype of x."""
-        steps, scales = round_rows(x.float() * self.smoothing, 127)
-        if self.route == "triton":
-            y = torch.ops.talon.w8a8(steps.to(torch.int8), self.weight, self.scales)
-        elif self.route == "float":
-            y = F.linear(steps, self.weight)
-        else:
-            y = self.multiply(steps.to(torch.int8))
-        return self.finish(y * scales, x.dtype)
+    def multiply_on_gpu(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        steps, scales = round_rows(x)
+        return torch.ops.talon.w8a8(steps.to(torch.int8), self.weight, self.scales) * scales
+
+    def multiply_floats(self, x: Tensor) -> Tensor:
+        steps, scales = round_rows(x)
+        return super().multiply_floats(steps) * scales
 
 
 class Int4Linear(QuantizedLinear):
@@ -254,29 +157,20 @@ class Int4Linear(QuantizedLinear):
 
     def pack(self, device: torch.device, dtype: torch.dtype) -> None:
         self.dtype = dtype
-        self.route = "triton" if device.type == "cuda" else "tinygemm"
+        self.route = "triton" if device.type == "cuda" else "rows"
         if self.route == "triton":
             by_group = {name: getattr(self, name).t().contiguous() for name in ("scales", "zeros")}
             self.replace(**by_group, weight=self.weight)
-            return
-        more = -self.out_features % 16  # the CPU's kernel wants outputs in sixteens
-        steps = F.pad(unpack_int4(self.weight, self.groupsize), (0, 0, 0, more)).int()
-        pairs = F.pad(torch.stack((self.scales, self.zeros), 2), (0, 0, 0, 0, 0, more))
-        del self._buffers["zeros"]
-        self.replace(
-            weight=torch.ops.aten._convert_weight_to_int4pack_for_cpu(steps, 2),
-            scales=pairs.transpose(0, 1).contiguous(),  # [Ip/g, out, 2]
-        )
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, in] -> [T, out] in the dtype of x."""
         padding = -self.in_features % self.groupsize
         rows = F.pad(x, (0, padding)) if padding else x
+        stored = self.weight, self.scales, self.zeros, self.groupsize
         if self.route == "triton":
-            y = torch.ops.talon.w4a16(rows, self.weight, self.scales, self.zeros, self.groupsize)
+            y = torch.ops.talon.w4a16(rows, *stored)
         else:
-            y = torch.ops.talon.int4_rows(rows.bfloat16(), self.weight, self.groupsize, self.scales)
-            y = y[:, : self.out_features].float()
+            y = torch.ops.talon.int4_rows(rows.float().contiguous(), *stored)
         return self.finish(y, x.dtype)
 
 
@@ -313,15 +207,19 @@ def swap_linears(module: nn.Module, quantization: dict | None) -> None:
 
 
 def pack(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """Give each quantised linear that has it not yet the form that `device` multiplies with.
+    """Give each linear that has it not yet the form that `device` multiplies with.
 
     dtype: of the activations, and of what `unpacked` returns.
     """
+    if device.type == "cpu":
+        cpu_kernels.load()
     linears = [m for m in module.modules() if isinstance(m, QuantizedLinear) and not m.route]
     if linears and device.type == "cuda":
         register_kernels()
     for linear in linears:
         linear.pack(device, dtype)
+    if device.type == "cpu":
+        cpu_kernels.speed_up(module)
 
 
 def register_kernels() -> None:

@@ -215,7 +215,7 @@ def test_the_teacher_reads_what_decoding_reads(family: str) -> None:
 @HEADS
 def test_one_batch_can_be_learnt_by_heart(family: str, tmp_path: Path) -> None:
     model, data = tiny_target(), random_data(4, longest=30)
-    s = settings(family, epochs=250, batch_tokens=1000, draft_vocab_size=VOCAB, unroll=1, lr=1e-2)
+    s = settings(family, epochs=250, batch_tokens=1000, draft_vocab_size=VOCAB, unroll=1, lr=3e-2)
     head = build_head(head_config(model.config, s), model, torch.arange(VOCAB), s)
     run = train_draft.Run(model, head, data, s, tmp_path, {"target": "t"}, 2**20)
     best = max(run.train_step()["accuracy"][0] for _ in range(run.total))

@@ -1,0 +1,450 @@
+// Products of a few rows with a matrix, on a CPU: what a round at batch size 1 consists of.
+//
+// Libraries are tuned for many rows and lose most of a core's speed at 2 to 64 of them, which is
+// where a draft tree lives. Here a weight is read from memory once, whatever the number of rows.
+// Every sum is taken in one fixed order: a row's result does not depend on the rows beside it, so
+// a tree gives the very numbers that plain decoding gives. The order is written out (compilers are
+// told not to fuse or to reorder). cpu_kernels.py compiles and loads this.
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+#define TALON_VNNI
+#if defined(__AMX_INT8__) && defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#define TALON_AMX
+#endif
+#endif
+
+namespace {
+
+using torch::stable::Tensor;
+
+// ---------------------------------------------------------------- floating point
+// A task is OUTS rows of the weight, which stay in the first cache while the rows of x pass by in
+// blocks: a block's sums fill the vector registers. Compilers vectorise this badly by themselves.
+
+#if defined(__AVX512F__)
+constexpr int LANES = 16, ROWS = 6;
+typedef __m512 Vector;
+inline Vector zero() { return _mm512_setzero_ps(); }
+inline Vector all(float x) { return _mm512_set1_ps(x); }
+inline Vector load(const float* p) { return _mm512_loadu_ps(p); }
+inline void store(float* p, Vector v) { _mm512_storeu_ps(p, v); }
+inline Vector fma(Vector a, Vector b, Vector c) { return _mm512_fmadd_ps(a, b, c); }
+inline float sum(Vector v) { return _mm512_reduce_add_ps(v); }
+inline __m128i bytes(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }
+inline Vector widen(const int8_t* p) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes(p))); }
+struct Group {  // its 16 values fill one vector, in which the halves of the bytes are looked up
+  Vector values;
+  Group(float scale, float zero)
+      : values(fma(_mm512_set_ps(7, 6, 5, 4, 3, 2, 1, 0, -1, -2, -3, -4, -5, -6, -7, -8), all(scale), all(zero))) {}
+  void decode(const uint8_t* p, float* low, float* high) const {
+    const __m512i both = _mm512_cvtepu8_epi32(bytes(p));
+    store(low, _mm512_permutexvar_ps(both, values));  // looks at the low 4 bits only
+    store(high, _mm512_permutexvar_ps(_mm512_srli_epi32(both, 4), values));
+  }
+};
+#elif defined(__AVX2__) && defined(__FMA__)
+constexpr int LANES = 8, ROWS = 3;
+typedef __m256 Vector;
+inline Vector zero() { return _mm256_setzero_ps(); }
+inline Vector all(float x) { return _mm256_set1_ps(x); }
+inline Vector load(const float* p) { return _mm256_loadu_ps(p); }
+inline void store(float* p, Vector v) { _mm256_storeu_ps(p, v); }
+inline Vector fma(Vector a, Vector b, Vector c) { return _mm256_fmadd_ps(a, b, c); }
+inline float sum(Vector v) {
+  __m128 half = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+  half = _mm_add_ps(half, _mm_movehl_ps(half, half));
+  return _mm_cvtss_f32(_mm_add_ss(half, _mm_shuffle_ps(half, half, 1)));
+}
+inline __m128i bytes(const void* p) { return _mm_loadl_epi64(static_cast<const __m128i*>(p)); }
+inline Vector widen(const int8_t* p) { return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes(p))); }
+struct Group {
+  Vector scale, base;
+  Group(float scale, float zero) : scale(all(scale)), base(all(zero - 8 * scale)) {}
+  void decode(const uint8_t* p, float* low, float* high) const {
+    const __m256i both = _mm256_cvtepu8_epi32(bytes(p));
+    store(low, fma(_mm256_cvtepi32_ps(_mm256_and_si256(both, _mm256_set1_epi32(15))), scale, base));
+    store(high, fma(_mm256_cvtepi32_ps(_mm256_srli_epi32(both, 4)), scale, base));
+  }
+};
+#else
+constexpr int LANES = 4, ROWS = 3;
+struct Vector { float lane[LANES]; };
+template <typename Lane>
+inline Vector each(Lane lane) { return {{lane(0), lane(1), lane(2), lane(3)}}; }
+inline Vector zero() { return {}; }
+inline Vector all(float x) { return {{x, x, x, x}}; }
+inline Vector load(const float* p) { return each([=](int i) { return p[i]; }); }
+inline void store(float* p, Vector v) { std::memcpy(p, v.lane, sizeof v.lane); }
+inline float fma(float a, float b, float c) {
+#ifdef __FP_FAST_FMAF
+  return __builtin_fmaf(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
+inline Vector fma(Vector a, Vector b, Vector c) {
+  return each([&](int i) { return fma(a.lane[i], b.lane[i], c.lane[i]); });
+}
+inline float sum(Vector v) { return (v.lane[0] + v.lane[2]) + (v.lane[1] + v.lane[3]); }
+inline Vector widen(const int8_t* p) { return each([=](int i) { return static_cast<float>(p[i]); }); }
+struct Group {
+  float scale, base;
+  Group(float scale, float zero) : scale(scale), base(zero - 8 * scale) {}
+  void decode(const uint8_t* p, float* low, float* high) const {
+    for (int i = 0; i < LANES; i++) low[i] = fma(p[i] & 15, scale, base), high[i] = fma(p[i] >> 4, scale, base);
+  }
+};
+#endif
+constexpr int OUTS = 4;
+
+// Weights come from memory once and in order, but in pieces too short for the processor to see
+// that. Asking for the task after the next while this one is computed hides the wait.
+inline void ask_ahead(const void* here, long task_bytes) {
+  __builtin_prefetch(static_cast<const char*>(here) + 2 * task_bytes);
+}
+
+// y[r][o] = x[r] . w[o] * scale[o] for R rows of x [*, K] and OUTS rows of w [*, K], of which `outs`
+// are kept; without a scale if it is null
+template <int R, bool STREAM>
+void dot(const float* x, const float* w, long K, const float* scale, float* y, long width, int outs) {
+  Vector sums[R][OUTS];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+    for (int o = 0; o < OUTS; o++) sums[r][o] = zero();
+  long k = 0;
+  for (; k + LANES <= K; k += LANES) {
+    Vector part[OUTS];
+#pragma GCC unroll 8
+    for (int o = 0; o < OUTS; o++) {
+      part[o] = load(w + o * K + k);
+      if (STREAM) ask_ahead(w + o * K + k, OUTS * K * sizeof(float));
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) {
+      const Vector row = load(x + r * K + k);
+#pragma GCC unroll 8
+      for (int o = 0; o < OUTS; o++) sums[r][o] = fma(row, part[o], sums[r][o]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+    for (int o = 0; o < OUTS; o++) {
+      float total = sum(sums[r][o]);
+      for (long i = k; i < K; i++) total += x[r * K + i] * w[o * K + i];
+      if (o < outs) y[r * width + o] = scale ? total * scale[o] : total;
+    }
+}
+
+template <int R, bool STREAM>
+void dot_block(int rows, const float* x, const float* w, long K, const float* scale, float* y, long width, int outs) {
+  if (rows == R) return dot<R, STREAM>(x, w, K, scale, y, width, outs);
+  if constexpr (R > 1) dot_block<R - 1, STREAM>(rows, x, w, K, scale, y, width, outs);
+}
+
+// x fp32 [T, K] times the transpose of a weight [O, K]. `rows(o, outs, buffer)` gives its rows o to
+// o + outs - 1 in fp32: where they lie (STREAM), or decoded into the buffer.
+template <bool STREAM, typename RowsOf>
+Tensor multiply(const Tensor& x, long O, const float* scale, RowsOf rows) {
+  const long T = x.size(0), K = x.size(1);
+  Tensor y = torch::stable::new_empty(x, {T, O});
+  const float* from = static_cast<const float*>(x.const_data_ptr());
+  float* to = static_cast<float*>(y.mutable_data_ptr());
+  const long blocks = (T + ROWS - 1) / ROWS, block = T ? (T + blocks - 1) / blocks : 1;
+  const long grain = std::max(1L, 65536 / std::max(1L, OUTS * K * T));  // less is not worth a core
+  torch::stable::parallel_for(0, (O + OUTS - 1) / OUTS, grain, [&](int64_t begin, int64_t end) {
+    static thread_local std::vector<float> buffer;
+    buffer.resize(std::max<size_t>(buffer.size(), OUTS * K));
+    for (long task = begin; task < end; task++) {
+      const long o = task * OUTS;
+      const int outs = static_cast<int>(std::min<long>(OUTS, O - o));
+      const float* factor = scale ? scale + o : nullptr;
+      const float* w = rows(o, outs, buffer.data());
+      if (STREAM && outs < OUTS) {  // a task reads OUTS rows, of which the last one's must exist
+        std::memcpy(buffer.data(), w, outs * K * sizeof(float));
+        w = buffer.data();
+      }
+      for (long t = 0; t < T; t += block) {
+        const int count = static_cast<int>(std::min(block, T - t));
+        if (STREAM && !t)
+          dot_block<ROWS, true>(count, from, w, K, factor, to + o, O, outs);
+        else
+          dot_block<ROWS, false>(count, from + t * K, w, K, factor, to + t * O + o, O, outs);
+      }
+    }
+  });
+  return y;
+}
+
+// x fp32 [T, K], weight fp32 [O, K] -> fp32 [T, O]
+Tensor fp32_rows(Tensor x, Tensor weight) {
+  const float* w = static_cast<const float*>(weight.const_data_ptr());
+  const long K = x.size(1);
+  return multiply<true>(x, weight.size(0), nullptr, [=](long o, int, float*) { return w + o * K; });
+}
+
+// x fp32 [T, K], weight int8 [O, K], scales fp32 [O] -> fp32 [T, O]
+Tensor int8_rows(Tensor x, Tensor weight, Tensor scales) {
+  const int8_t* w = static_cast<const int8_t*>(weight.const_data_ptr());
+  const float* scale = static_cast<const float*>(scales.const_data_ptr());
+  const long K = x.size(1);
+  return multiply<false>(x, weight.size(0), scale, [=](long first, int outs, float* buffer) {
+    const int8_t* steps = w + first * K;  // the rows follow each other without a gap
+    long k = 0;
+    for (; k + LANES <= outs * K; k += LANES) {
+      if (k % 64 == 0) ask_ahead(steps + k, OUTS * K);
+      store(buffer + k, widen(steps + k));
+    }
+    for (; k < outs * K; k++) buffer[k] = steps[k];
+    return static_cast<const float*>(buffer);
+  });
+}
+
+inline float bf16(uint16_t bits) {
+  const uint32_t word = static_cast<uint32_t>(bits) << 16;
+  float x;
+  std::memcpy(&x, &word, sizeof x);
+  return x;
+}
+
+// x fp32 [T, K], weight uint8 [O, K/2], scales and zeros bf16 [O, K/groupsize] -> fp32 [T, O]
+// Byte j of a group holds step j in its low half and step j + groupsize/2 in its high half.
+Tensor int4_rows(Tensor x, Tensor weight, Tensor scales, Tensor zeros, int64_t groupsize) {
+  const uint8_t* w = static_cast<const uint8_t*>(weight.const_data_ptr());
+  const uint16_t* scale = static_cast<const uint16_t*>(scales.const_data_ptr());
+  const uint16_t* zero_of = static_cast<const uint16_t*>(zeros.const_data_ptr());
+  const long K = x.size(1), groups = K / groupsize, half = groupsize / 2;
+  return multiply<false>(x, weight.size(0), nullptr, [=](long first, int outs, float* buffer) {
+    for (int o = 0; o < outs; o++)
+      for (long g = 0; g < groups; g++) {
+        const long at = (first + o) * groups + g;
+        const Group group(bf16(scale[at]), bf16(zero_of[at]));
+        float* row = buffer + o * K + g * groupsize;
+        ask_ahead(w + at * half, OUTS * K / 2);
+        for (long k = 0; k < half; k += LANES) group.decode(w + at * half + k, row + k, row + half + k);
+      }
+    return static_cast<const float*>(buffer);
+  });
+}
+
+// ---------------------------------------------------------------- integers
+// int8 activations times int8 weights, for CPUs with AVX-512 VNNI. A task is UNIT outputs. Both
+// instructions want one side unsigned: weights are stored + 128 as uint8 [O/16][K/4][16][4], and
+// 128 times the sum of a row of x is taken off again.
+
+#ifdef TALON_VNNI
+
+constexpr long BLOCK = 16, UNIT = 4 * BLOCK;
+
+struct Steps {  // rows of activations as int8, each with 128 times its sum; the scales of x's rows
+  std::vector<int8_t> steps;
+  std::vector<int32_t> shifts;
+  std::vector<float> scales;
+
+  void reserve(size_t rows, size_t K) {  // only grows, so that a round allocates nothing
+    steps.resize(std::max(steps.size(), rows * K));
+    shifts.resize(std::max(shifts.size(), rows));
+    scales.resize(std::max(scales.size(), rows));
+  }
+};
+
+// Round row t of T to 8 bits, or to 16 bits as two rows: 256 * row t + row T + t.
+void round_row(Steps& to, const float* x, long t, long T, long K, long padded, int planes) {
+  auto part = [&](long k) {
+    return _mm512_maskz_loadu_ps(k >= K ? 0 : K - k >= 16 ? 0xffff : (1u << (K - k)) - 1, x + t * K + k);
+  };
+  auto keep = [](int8_t* at, __m512i step) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(at), _mm512_cvtepi32_epi8(step));
+  };
+  __m512 top = _mm512_setzero_ps();
+  for (long k = 0; k < K; k += 16) top = _mm512_max_ps(top, _mm512_abs_ps(part(k)));
+  const float scale = std::max(_mm512_reduce_max_ps(top), 1e-30f) / (planes == 2 ? 127 * 256 : 127);
+  __m512i total = _mm512_setzero_si512(), low_total = total;
+  for (long k = 0; k < padded; k += 16) {
+    __m512i step = _mm512_cvtps_epi32(_mm512_div_ps(part(k), _mm512_set1_ps(scale)));
+    if (planes == 2) {
+      const __m512i high = _mm512_srai_epi32(_mm512_add_epi32(step, _mm512_set1_epi32(128)), 8);
+      const __m512i low = _mm512_sub_epi32(step, _mm512_slli_epi32(high, 8));
+      low_total = _mm512_add_epi32(low_total, low);
+      keep(&to.steps[(T + t) * padded + k], low);
+      step = high;
+    }
+    total = _mm512_add_epi32(total, step);
+    keep(&to.steps[t * padded + k], step);
+  }
+  to.scales[t] = scale;
+  to.shifts[t] = 128 * _mm512_reduce_add_epi32(total);
+  if (planes == 2) to.shifts[T + t] = 128 * _mm512_reduce_add_epi32(low_total);
+}
+
+// sums [R, UNIT] of R rows with a unit of outputs
+template <int R>
+void dot_vnni(const int8_t* steps, long K, const uint8_t* w, int32_t* sums) {
+  __m512i total[R][4] = {};
+  for (long k = 0; k < K; k += 4) {
+    for (int r = 0; r < R; r++) {
+      int32_t four;
+      std::memcpy(&four, steps + r * K + k, 4);
+      const __m512i x = _mm512_set1_epi32(four);
+      for (int b = 0; b < 4; b++)
+        total[r][b] = _mm512_dpbusd_epi32(total[r][b], _mm512_loadu_si512(w + (b * K + k) * BLOCK), x);
+    }
+  }
+  for (int r = 0; r < R; r++)
+    for (int b = 0; b < 4; b++) _mm512_storeu_si512(sums + r * UNIT + b * BLOCK, total[r][b]);
+}
+
+#ifdef TALON_AMX
+
+// The kernel lets a process use the tiles once it has asked.
+bool amx_granted() {
+  constexpr long request = 0x1023, tile_data = 18;
+  static const bool granted = syscall(SYS_arch_prctl, request, tile_data) == 0;
+  return granted;
+}
+
+void configure_tiles() {
+  struct alignas(64) { uint8_t palette = 1, start = 0, unused[14] = {}; uint16_t bytes[16] = {}; uint8_t rows[16] = {}; } c;
+  for (int tile = 0; tile < 8; tile++) c.bytes[tile] = 64, c.rows[tile] = 16;
+  _tile_loadconfig(&c);
+}
+
+// sums [16, UNIT] of 16 rows
+void dot_amx16(const int8_t* x, long K, const uint8_t* w, int32_t* sums) {
+  _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3);
+  for (long k = 0; k < K; k += 64, w += 64 * BLOCK) {
+    _tile_loadd(4, x + k, K);
+    _tile_loadd(5, w, 64); _tile_dpbsud(0, 4, 5);
+    _tile_loadd(6, w + K * BLOCK, 64); _tile_dpbsud(1, 4, 6);
+    _tile_loadd(7, w + 2 * K * BLOCK, 64); _tile_dpbsud(2, 4, 7);
+    _tile_loadd(5, w + 3 * K * BLOCK, 64); _tile_dpbsud(3, 4, 5);
+  }
+  _tile_stored(0, sums, UNIT * 4); _tile_stored(1, sums + BLOCK, UNIT * 4);
+  _tile_stored(2, sums + 2 * BLOCK, UNIT * 4); _tile_stored(3, sums + 3 * BLOCK, UNIT * 4);
+}
+
+// sums [32, UNIT / 2] of 32 rows, into the columns of a table that is UNIT wide
+void dot_amx32(const int8_t* x, long K, const uint8_t* w, int32_t* sums) {
+  _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3);
+  for (long k = 0; k < K; k += 64, w += 64 * BLOCK) {
+    _tile_loadd(4, x + k, K); _tile_loadd(5, x + 16 * K + k, K);
+    _tile_loadd(6, w, 64); _tile_dpbsud(0, 4, 6); _tile_dpbsud(1, 5, 6);
+    _tile_loadd(7, w + K * BLOCK, 64); _tile_dpbsud(2, 4, 7); _tile_dpbsud(3, 5, 7);
+  }
+  _tile_stored(0, sums, UNIT * 4); _tile_stored(1, sums + 16 * UNIT, UNIT * 4);
+  _tile_stored(2, sums + BLOCK, UNIT * 4); _tile_stored(3, sums + 16 * UNIT + BLOCK, UNIT * 4);
+}
+
+#else
+bool amx_granted() { return false; }
+#endif
+
+// sums [T, UNIT]; x has rows up to the next multiple of 32
+void dot_unit(bool amx, const int8_t* x, long T, long K, const uint8_t* w, int32_t* sums) {
+#ifdef TALON_AMX
+  if (amx) {
+    if (T <= 16) return dot_amx16(x, K, w, sums);
+    for (long t = 0; t < T; t += 32) {
+      dot_amx32(x + t * K, K, w, sums + t * UNIT);
+      dot_amx32(x + t * K, K, w + 2 * K * BLOCK, sums + t * UNIT + 2 * BLOCK);
+    }
+    return;
+  }
+#endif
+  long t = 0;
+  for (; t + 4 <= T; t += 4) dot_vnni<4>(x + t * K, K, w, sums + t * UNIT);
+  for (; t < T; t++) dot_vnni<1>(x + t * K, K, w, sums + t * UNIT);
+}
+
+// x fp32 [T, K], weight uint8 [Op/16, Kp/4, 16, 4], scales fp32 [O] -> fp32 [T, O]. x is rounded row
+// by row, to 8 bits (1 plane) or 16 (2 planes). `amx` chooses instructions; the result is the same.
+Tensor integer_rows(Tensor x, Tensor weight, Tensor scales, int64_t planes, bool amx) {
+  const long T = x.size(0), K = x.size(1), O = scales.size(0), padded = 4 * weight.size(1), R = planes * T;
+  Tensor y = torch::stable::new_empty(x, {T, O});
+  const float* from = static_cast<const float*>(x.const_data_ptr());
+  const uint8_t* w = static_cast<const uint8_t*>(weight.const_data_ptr());
+  const float* scale = static_cast<const float*>(scales.const_data_ptr());
+  float* to = static_cast<float*>(y.mutable_data_ptr());
+  static thread_local Steps own;
+  Steps& rows = own;  // this thread's, for all of them
+  const long table = (R + 31) / 32 * 32;
+  rows.reserve(table, padded);
+  torch::stable::parallel_for(0, T, std::max(1L, 16384 / K), [&](int64_t begin, int64_t end) {
+    for (long t = begin; t < end; t++) round_row(rows, from, t, T, K, padded, planes);
+  });
+  const long grain = std::max(1L, 131072 / (UNIT * padded));  // less is not worth a second core
+  torch::stable::parallel_for(0, (O + UNIT - 1) / UNIT, grain, [&](int64_t begin, int64_t end) {
+    static thread_local std::vector<int32_t> sums;
+    sums.resize(std::max<size_t>(sums.size(), table * UNIT));
+#ifdef TALON_AMX
+    if (amx) configure_tiles();
+#endif
+    for (long unit = begin; unit < end; unit++) {
+      dot_unit(amx, rows.steps.data(), R, padded, w + unit * UNIT * padded, sums.data());
+      const long first = unit * UNIT, outs = std::min(UNIT, O - first);
+      for (long t = 0; t < T; t++) {
+        const int32_t *high = &sums[t * UNIT], *low = &sums[(T + t) * UNIT];
+        float* y_row = to + t * O + first;
+        if (planes == 2)
+          for (long o = 0; o < outs; o++)
+            y_row[o] = (256.0f * (high[o] - rows.shifts[t]) + (low[o] - rows.shifts[T + t])) * scale[first + o] * rows.scales[t];
+        else
+          for (long o = 0; o < outs; o++) y_row[o] = (high[o] - rows.shifts[t]) * scale[first + o] * rows.scales[t];
+      }
+    }
+#ifdef TALON_AMX
+    if (amx) _tile_release();
+#endif
+  });
+  return y;
+}
+
+#endif
+
+// What integer_rows may use: 0 it does not exist, 1 VNNI, 2 AMX too
+int64_t integer_level() {
+#ifdef TALON_VNNI
+  return amx_granted() ? 2 : 1;
+#else
+  return 0;
+#endif
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(talon, m) {
+  m.def("fp32_rows(Tensor x, Tensor weight) -> Tensor");
+  m.def("int8_rows(Tensor x, Tensor weight, Tensor scales) -> Tensor");
+  m.def("int4_rows(Tensor x, Tensor weight, Tensor scales, Tensor zeros, int groupsize) -> Tensor");
+  m.def("integer_rows(Tensor x, Tensor weight, Tensor scales, int planes, bool amx) -> Tensor");
+  m.def("integer_level() -> int");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(talon, CPU, m) {
+  m.impl("fp32_rows", TORCH_BOX(fp32_rows));
+  m.impl("int8_rows", TORCH_BOX(int8_rows));
+  m.impl("int4_rows", TORCH_BOX(int4_rows));
+#ifdef TALON_VNNI
+  m.impl("integer_rows", TORCH_BOX(integer_rows));
+#endif
+}
+
+STABLE_TORCH_LIBRARY_IMPL(talon, CompositeExplicitAutograd, m) {
+  m.impl("integer_level", TORCH_BOX(integer_level));
+}

@@ -1,0 +1,70 @@
+"""Products of a few rows on a CPU: compiles cpu_kernels.cpp once and registers its operators.
+
+Operators of the library `talon`, all fp32 [T, K] -> fp32 [T, O]. A row's result does not depend on
+the rows beside it. Leaves out: many rows, for which torch's own products are right."""
+
+import functools
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+SOURCE = Path(__file__).with_suffix(".cpp")
+FLAGS = ("-ftree-loop-vectorize",)  # what torch.compile's own flags, which are used, leave out
+MOST_ROWS = 64  # beyond that a product is bound by arithmetic, and torch's library is faster
+
+
+@functools.cache
+def load() -> int:
+    """Compile and register the operators. Returns what int8 rows may use: 2 AMX, 1 VNNI, 0 none.
+
+    RuntimeError where no C++ compiler is found, as torch.compile gives it."""
+    from torch._inductor.codecache import CppCodeCache
+
+    source = SOURCE.read_text(encoding="utf-8")
+    CppCodeCache.load(source, extra_flags=FLAGS, needs_vec_isa=False)
+    for name in ("fp32_rows", "int8_rows", "int4_rows", "integer_rows"):
+        torch.library.register_fake(f"talon::{name}", shape_of)
+    return torch.ops.talon.integer_level()
+
+
+def integer_route() -> str:
+    """How int8 layers multiply: with "amx" or "vnni", or as "floats" where the CPU has neither."""
+    return ("floats", "vnni", "amx")[load()]
+
+
+def shape_of(x: Tensor, weight: Tensor, *rest: object) -> Tensor:
+    """The result's shape, for tracing. A packed weight has its number of outputs in its scales."""
+    outputs = weight.shape[0] if weight.dim() == 2 else rest[0].shape[0]
+    return x.new_empty((x.shape[0], outputs))
+
+
+def interleave(weight: Tensor) -> Tensor:
+    """uint8 [Op/16, Kp/4, 16, 4] of int8 [O, K]: + 128, padded to 64 outputs and 64 inputs."""
+    padding = (0, -weight.shape[1] % 64, 0, -weight.shape[0] % 64)
+    shifted = F.pad((weight.to(torch.int16) + 128).to(torch.uint8), padding, value=128)
+    outputs, inputs = shifted.shape
+    return shifted.view(outputs // 16, 16, inputs // 4, 4).transpose(1, 2).contiguous()
+
+
+class RowsLinear(nn.Linear):
+    """An fp32 linear layer that is fast for a few rows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[0] > MOST_ROWS:
+            return F.linear(x, self.weight, self.bias)
+        y = torch.ops.talon.fp32_rows(x.contiguous(), self.weight)
+        return y if self.bias is None else y + self.bias
+
+
+def speed_up(module: nn.Module) -> None:
+    """Let every fp32 linear layer of a module on a CPU multiply few rows by the operators above."""
+    load()
+    for parent in list(module.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is nn.Linear and child.weight.dtype == torch.float32:
+                fast = RowsLinear(1, 1, bias=False, device="meta")
+                fast.in_features, fast.out_features = child.in_features, child.out_features
+                fast.weight, fast.bias = child.weight, child.bias
+                setattr(parent, name, fast)

@@ -1,0 +1,152 @@
+"""The CPU's products of a few rows: right on every instruction set, whatever the number of rows."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import cpu_kernels
+
+ROOT = Path(__file__).resolve().parent.parent
+SIZES = [(576, 960), (1536, 576), (64, 48), (37, 19), (100, 65), (7, 3), (1, 1)]
+ROWS = [1, 2, 4, 5, 6, 7, 13, 26, 33, 64]
+CONTRACTED = 1e-6  # relative error of fp32 sums
+
+
+def setup_module():
+    cpu_kernels.load()
+    torch.manual_seed(0)
+
+
+def error(got, expected):
+    return float((got.double() - expected).norm() / expected.norm())
+
+
+def random_int8(outputs, inputs):
+    return torch.randint(-127, 128, (outputs, inputs), dtype=torch.int8)
+
+
+def products(inputs, outputs):
+    """Each operator on one random weight of this size: (name, what it computes, its exact twin)."""
+    ops = torch.ops.talon
+    weight, steps = torch.randn(outputs, inputs), random_int8(outputs, inputs)
+    scales = torch.rand(outputs) + 0.1
+    stretched = steps.double() * scales.double()[:, None]
+    yield "fp32", lambda x: ops.fp32_rows(x, weight), lambda x: x.double() @ weight.double().t()
+    yield "int8", lambda x: ops.int8_rows(x, steps, scales), lambda x: x.double() @ stretched.t()
+    if cpu_kernels.load():
+        packed = cpu_kernels.interleave(steps)
+
+        def rounded(x, limit):
+            step = x.abs().amax(1, keepdim=True) / limit
+            return (x / step).round().double() * step @ stretched.t()
+
+        for planes, limit in ((1, 127), (2, 127 * 256)):
+            for amx in (False, True)[: cpu_kernels.load()]:
+                yield (
+                    f"{planes} planes, amx {amx}",
+                    lambda x, p=planes, a=amx: ops.integer_rows(x, packed, scales, p, a),
+                    lambda x, limit=limit: rounded(x, limit),
+                )
+    for groupsize in (32, 64, 128, 256):
+        padded = -(-inputs // groupsize) * groupsize
+        halves = torch.randint(0, 256, (outputs, padded // 2), dtype=torch.uint8)
+        pairs = [torch.randn(outputs, padded // groupsize).bfloat16() for _ in range(2)]
+        grouped = halves.view(outputs, -1, groupsize // 2)
+        values = torch.cat((grouped & 15, grouped >> 4), 2).double() - 8
+        plain = values * pairs[0].double()[..., None] + pairs[1].double()[..., None]
+        plain, padding = plain.flatten(1), (0, padded - inputs)
+        yield (
+            f"int4, groups of {groupsize}",
+            lambda x, h=halves, p=pairs, g=groupsize, more=padding: ops.int4_rows(
+                F.pad(x, more), h, *p, g
+            ),
+            lambda x, plain=plain, more=padding: F.pad(x, more).double() @ plain.t(),
+        )
+
+
+@pytest.mark.parametrize("inputs, outputs", SIZES)
+def test_products_are_exact_to_rounding_and_do_not_depend_on_other_rows(inputs, outputs):
+    x = torch.randn(max(ROWS), inputs)
+    for name, product, exact in products(inputs, outputs):
+        expected = exact(x)
+        alone = torch.cat([product(row) for row in x.split(1)])
+        assert error(alone, expected) < CONTRACTED, name
+        for rows in ROWS:
+            assert torch.equal(product(x[:rows].contiguous()), alone[:rows]), (name, rows)
+
+
+def test_threads_change_no_number():
+    x, before = torch.randn(26, 576), torch.get_num_threads()
+    try:
+        for name, product, _ in products(576, 960):
+            results = []
+            for threads in (1, 2, 3):
+                torch.set_num_threads(threads)
+                results.append(product(x))
+            assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2]), name
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.skipif(not cpu_kernels.load(), reason="a CPU without VNNI")
+def test_extreme_integers_do_not_overflow():
+    steps = torch.full((64, 14336), -127, dtype=torch.int8)
+    x = torch.full((2, 14336), 127.0)
+    for amx in (False, True)[: cpu_kernels.load()]:
+        packed, scales = cpu_kernels.interleave(steps), torch.ones(64)
+        y = torch.ops.talon.integer_rows(x, packed, scales, 1, amx)
+        assert torch.equal(y, torch.full((2, 64), -127.0 * 127 * 14336))
+
+
+def test_rows_of_zeros_and_no_rows_at_all():
+    for name, product, _ in products(64, 48):
+        if not name.startswith("int4"):
+            assert (product(torch.zeros(3, 64)) == 0).all(), name
+        assert product(torch.zeros(0, 64)).shape == (0, 48), name
+
+
+def test_fast_linears_share_the_weights_and_keep_the_numbers():
+    plain = nn.Sequential(nn.Linear(40, 24), nn.Linear(24, 8, bias=False)).requires_grad_(False)
+    fast = nn.Sequential(*plain)
+    expected = {rows: plain(torch.ones(rows, 40)) for rows in (1, 100)}
+    weights = [layer.weight for layer in plain]
+    cpu_kernels.speed_up(fast)
+    assert all(isinstance(layer, cpu_kernels.RowsLinear) for layer in fast)
+    assert all(a.weight is b for a, b in zip(fast, weights, strict=True))
+    for rows, value in expected.items():
+        torch.testing.assert_close(fast(torch.ones(rows, 40)), value)
+    half = nn.Sequential(nn.Linear(4, 4)).bfloat16()
+    cpu_kernels.speed_up(half)
+    assert type(half[0]) is nn.Linear
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "without", ["-mno-amx-int8", "-mno-avx512vnni", "-mno-avx512f", "-mno-avx512f -mno-avx2"]
+)
+def test_every_instruction_set_gives_right_products(without):
+    """Compiled for a lesser CPU than this one, in a process of its own."""
+    code = f"""
+import cpu_kernels
+cpu_kernels.FLAGS += {tuple(without.split())}
+import test_cpu_kernels as t
+t.setup_module()
+print("level", cpu_kernels.load())
+for size in t.SIZES:
+    t.test_products_are_exact_to_rounding_and_do_not_depend_on_other_rows(*size)
+"""
+    paths = f"{ROOT}:{ROOT / 'tests'}"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert without == "-mno-amx-int8" or "level 0" in done.stdout

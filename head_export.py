@@ -13,13 +13,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from checkpoint import Checkpoint, TensorSpec, read_checkpoint, write_safetensors
-from eagle_draft import DraftConfig
+from eagle_draft import DraftConfig, DraftHead
 from head_formats import LAYER_IDS, NORM_FLAGS, plan_head
 from hf_config import listed
 from hf_folder import HFFolder, new_directory
+from model import causal_mask, rope_table
 
 EXPORT_FORMATS = ("eagle", "speculators")
 
@@ -50,6 +51,8 @@ def export_head(path: Path | str, out: Path | str, layout: str = "eagle") -> str
             shutil.rmtree(temporary, ignore_errors=True)
     size = sum(spec.nbytes for spec in specs.values()) / 1e6
     what = f"{config.family} head, {layout} layout, {size:.1f} MB, read back and equal"
+    if config.family == "eagle1" and config.draft_vocab_size < config.vocab_size:
+        what += f", for the whole lm_head (drafting over {config.draft_vocab_size} ids is ours)"
     if layout == "eagle" and config.feature_layers:
         what += f", features {config.feature_layers} left out as the default"
     return f"{what}: {out}"
@@ -62,7 +65,7 @@ def check_expressible(checkpoint: Checkpoint, layout: str) -> DraftConfig:
         raise ValueError(f"{checkpoint.path} is {what}; --export takes an unquantised head")
     c = DraftConfig.from_dict(checkpoint.config)
     if c.family == "eagle1":
-        lacks = {"its own lm_head": c.own_output, "a reduced vocabulary": "d2t" in checkpoint.specs}
+        lacks = {"its own lm_head": c.own_output}
         lacks |= {"o_bias": c.o_bias, "mlp_bias": c.mlp_bias}
         lacks["an EAGLE-1 head"] = layout == "speculators"
     else:
@@ -183,10 +186,17 @@ def exported_parts(c: DraftConfig, layout: str, name: str) -> dict[str, int | No
     return {part + dot + ending: rows for part, rows in table.get(base, {base: None}).items()}
 
 
+def exported(checkpoint: Checkpoint) -> dict[str, TensorSpec]:
+    """Our tensors that the layouts have. An EAGLE-1 head guesses with the target's lm_head: which
+    rows of it are worth computing is no part of the published form, and costs the head nothing."""
+    eagle1 = checkpoint.config["family"] == "eagle1"
+    return {n: spec for n, spec in checkpoint.specs.items() if not (eagle1 and n == "d2t")}
+
+
 def export_specs(checkpoint: Checkpoint, c: DraftConfig, layout: str) -> dict[str, TensorSpec]:
     """Specs of the published tensors."""
     specs = {}
-    for name, spec in checkpoint.specs.items():
+    for name, spec in exported(checkpoint).items():
         for part, rows in exported_parts(c, layout, name).items():
             specs[part] = spec if rows is None else TensorSpec(spec.dtype, (rows, *spec.shape[1:]))
     if "d2t" in specs:
@@ -198,7 +208,10 @@ def export_tensors(
     checkpoint: Checkpoint, c: DraftConfig, layout: str
 ) -> Iterator[tuple[str, Tensor]]:
     """The published tensors: fused ones taken apart, t2d rebuilt from d2t."""
+    kept = exported(checkpoint)
     for name, tensor in checkpoint.tensors():
+        if name not in kept:
+            continue
         row = 0
         for part, rows in exported_parts(c, layout, name).items():
             yield part, tensor if rows is None else tensor[row : row + rows]
@@ -210,7 +223,7 @@ def export_tensors(
 
 
 def verify_export(checkpoint: Checkpoint, directory: Path) -> None:
-    """Read a directory back through the importer and compare configuration and every tensor."""
+    """Read a directory back through the importer; compare configuration, tensors and logits."""
     try:
         conversion = plan_head(HFFolder(directory))
         specs = conversion.specs(None)
@@ -220,6 +233,8 @@ def verify_export(checkpoint: Checkpoint, directory: Path) -> None:
         ) from None
     wanted, found = DraftConfig.from_dict(checkpoint.config), conversion.config
     wanted = replace(wanted, feature_layers=stated_layers(wanted))
+    if wanted.family == "eagle1":
+        wanted = replace(wanted, draft_vocab_size=wanted.vocab_size)
     # where a value was found, and whether a default was spelled out, is all that may change
     found = replace(
         found,
@@ -228,15 +243,46 @@ def verify_export(checkpoint: Checkpoint, directory: Path) -> None:
         source_format=wanted.source_format,
     )
     different = [k for k in vars(wanted) if getattr(wanted, k) != getattr(found, k)]
-    if specs != checkpoint.specs:
+    kept = exported(checkpoint)
+    if specs != kept:
         different.append("tensors")
     else:
-        read = zip(conversion.tensors(specs), checkpoint.tensors(), strict=True)
-        different += [name for (name, new), (_, old) in read if not same_bytes(new, old)]
+        new = dict(conversion.tensors(specs))
+        old = {name: tensor for name, tensor in checkpoint.tensors() if name in kept}
+        different += [name for name in kept if not same_bytes(new[name], old[name])]
+        if not different and not same_bytes(sample_logits(found, new), sample_logits(wanted, old)):
+            different.append("logits")
     if different:
         raise ValueError(
             f"the export reads back differently ({listed(different)}); nothing was written"
         )
+
+
+@torch.no_grad()
+def sample_logits(c: DraftConfig, tensors: dict[str, Tensor], rows: int = 8) -> Tensor:
+    """fp32 [rows, .] of a head on random features; what it borrows from a target is random too."""
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    with torch.device("meta"):
+        head = DraftHead(c)
+    state = {name: t.float() if t.is_floating_point() else t for name, t in tensors.items()}
+    state.setdefault("d2t", torch.zeros(c.draft_vocab_size, dtype=torch.int64))
+    head.load_state_dict(state, assign=True)
+    if not c.own_embedding:
+        head.tok_embeddings = nn.Embedding.from_pretrained(random(rows, c.dim))
+    if not c.own_output:
+        head.output = nn.Linear(c.dim, rows, bias=False, device="meta")
+        head.output.weight = nn.Parameter(random(rows, c.dim), requires_grad=False)
+    width = c.dim if c.family == "eagle1" else c.target_dim
+    features = [random(rows, width) for _ in c.feature_layers or (0, 0, 0)]
+    slots = torch.arange(rows)
+    kv = torch.zeros(2, c.n_kv_head, rows, c.head_dim)
+    table = rope_table(rows, c.head_dim, c.rope_theta, c.rope_scaling)
+    mask = causal_mask(slots[:1], rows, slots)
+    return head.logits(head(slots % c.vocab_size, head.fuse(features), table, slots, mask, kv))
 
 
 def same_bytes(a: Tensor, b: Tensor) -> bool:

@@ -4,7 +4,7 @@ The data is the target's own talk or a file of conversations (draft_data.py), th
 draft_unroll.py, the measurement of what was trained in draft_eval.py; here are the settings, the
 head's beginning and end, and the run. Everything random follows from --seed and the step's number,
 so a run that was interrupted goes on to the same numbers. Leaves out: decoding (engine.py),
-training the target, sharding one target over several cards.
+training the target.
 
     python train_draft.py --checkpoint_path F --head eagle1 --data self --out DIR
     torchrun --nproc_per_node 2 train_draft.py ...
@@ -24,6 +24,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from tqdm import tqdm
 
 import cli
@@ -232,6 +233,7 @@ class Run:
         cache_bytes: int,
         rank: int = 0,
         world: int = 1,
+        sharded: bool = False,
     ) -> None:
         self.model, self.head, self.settings, self.out, self.source = (
             model,
@@ -241,6 +243,7 @@ class Run:
             source,
         )
         self.rank, self.world, self.device = rank, world, model.norm.weight.device
+        self.sharded = sharded
         held = (
             max(1, round(len(data) * settings.validation))
             if len(data) > 1 and settings.validation
@@ -298,16 +301,27 @@ class Run:
         scale = self.head.fc.parametrizations.weight[0].scale
         return scale[-self.head.config.dim :] if self.head.config.family == "eagle1" else scale
 
-    def numbers(self, step: int) -> list[int]:
+    def numbers(self, step: int, rank: int) -> list[int]:
         epoch, index = divmod(step, self.steps_per_epoch)
         if getattr(self, "planned", (None,))[0] != epoch:
             self.planned = epoch, plan(self.data, self.settings, epoch)
-        return self.planned[1][index * self.world + self.rank]
+        return self.planned[1][index * self.world + rank]
+
+    def batch(self, step: int) -> Batch:
+        """This process's batch of a step. The forwards of a sharded target are common work: who has
+        fewer conversations than another process repeats one."""
+        numbers = self.numbers(step, self.rank)
+        batch = self.teacher.batch(numbers, self.data)
+        if self.sharded:
+            most = max(len(self.numbers(step, rank)) for rank in range(self.world))
+            for _ in range(most - len(numbers)):
+                self.teacher.run(self.data[numbers[0]].ids)
+        return batch
 
     def train_step(self) -> dict:
         """One update. ValueError, before anything is changed, if the loss is not a number."""
         step, levels = self.step, self.levels(self.step)
-        batch = self.teacher.batch(self.numbers(step), self.data)
+        batch = self.batch(step)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = self.lr(step) * group["share"]
@@ -597,6 +611,11 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         default=2.0,
         help="memory for the target's features, which epochs share",
     )
+    add(
+        "--shard_target",
+        action="store_true",
+        help="under torchrun: spread the target's layers over the processes (FSDP)",
+    )
     add("--seed", type=int, default=0)
     add("--log_every", type=int, default=20)
     add("--validate_every", type=int, default=500)
@@ -685,6 +704,15 @@ def load_data(
     )
 
 
+def shard(model: Transformer, device: torch.device) -> Transformer:
+    """Spread the layers' weights over all processes; each layer is put together while it runs
+    (FSDP, arXiv 2304.11277). `model` comes in on the CPU."""
+    mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh, reshard_after_forward=True)
+    return model.to(device)
+
+
 def prepare(args: argparse.Namespace, rank: int, world: int, device: torch.device) -> Run:
     """Load, make or read the data, and set up the run."""
     file = read_kind(args.checkpoint_path, "target")
@@ -695,8 +723,16 @@ def prepare(args: argparse.Namespace, rank: int, world: int, device: torch.devic
             f"{args.out} holds a run already: give --resume to go on with it, or another --out"
         )
     args.out.mkdir(parents=True, exist_ok=True)
-    model = load_target(file, device, torch.bfloat16 if args.dtype == "bf16" else torch.float32)
+    if args.shard_target and (world == 1 or file.quantization or args.data == "self"):
+        raise ValueError(
+            "--shard_target needs several processes (torchrun), a target that is not quantised, and "
+            "--data FILE: make the conversations in a run without it first"
+        )
+    dtype = torch.bfloat16 if args.dtype == "bf16" else torch.float32
+    model = load_target(file, torch.device("cpu") if args.shard_target else device, dtype)
     model.requires_grad_(False)
+    if args.shard_target:
+        model, args.cache_gib = shard(model, device), 0.0
     tokenizer = find_tokenizer(file.path.parent, ModelConfig.from_dict(file.config))
     data = rank == 0 and load_data(
         args, model, tokenizer
@@ -718,8 +754,9 @@ def prepare(args: argparse.Namespace, rank: int, world: int, device: torch.devic
         "settings": asdict(settings),
     }
     run = Run(
-        model, head, data, settings, args.out, source, int(args.cache_gib * 2**30), rank, world
-    )
+        model, head, data, settings, args.out, source, int(args.cache_gib * 2**30), rank, world,
+        args.shard_target,
+    )  # fmt: skip
     if args.resume:
         run.restore()
     return run

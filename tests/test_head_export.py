@@ -24,7 +24,7 @@ from test_head_formats import (
 )
 
 import head_export
-from checkpoint import Checkpoint, read_checkpoint, write_checkpoint
+from checkpoint import Checkpoint, TensorSpec, read_checkpoint, write_checkpoint
 from convert_hf_checkpoint import main
 
 
@@ -155,6 +155,30 @@ def test_own_embeddings_and_full_vocabularies_survive(tmp_path):
     head = convert(make(tmp_path / "head", CONFIG | {"target_hidden_size": 40}, tensors))
     for layout in ("eagle", "speculators"):
         assert same(convert(export(head, tmp_path / layout, "--format", layout)), head)
+
+
+def test_an_eagle1_head_of_few_words_is_exported_for_all(tmp_path, capsys):
+    ids = torch.arange(0, VOCAB, 3)
+    whole = convert(make(tmp_path / "head", CONFIG, eagle1()))
+    tensors = dict(whole.tensors()) | {"d2t": ids - torch.arange(len(ids))}
+    write_checkpoint(
+        tmp_path / "few",
+        kind="draft",
+        config=whole.config | {"draft_vocab_size": len(ids)},
+        specs=whole.specs | {"d2t": TensorSpec(torch.int64, (len(ids),))},
+        tensors=tensors.items(),
+    )
+    back = convert(export(read_checkpoint(tmp_path / "few"), tmp_path / "out"))
+    assert f"drafting over {len(ids)} ids is ours" in capsys.readouterr().out
+    assert same(back, whole)
+
+
+def test_an_export_with_other_logits_leaves_nothing(tmp_path, capsys, monkeypatch):
+    head = convert(make(tmp_path / "head", CONFIG3, eagle3()))
+    calls = iter((torch.zeros(1), torch.ones(1)))
+    monkeypatch.setattr(head_export, "sample_logits", lambda *_: next(calls))
+    refusal(capsys, head.path, tmp_path / "new" / "out", "logits", "nothing was written")
+    assert not (tmp_path / "new").exists()
 
 
 def test_what_no_layout_has_is_refused(tmp_path, capsys):

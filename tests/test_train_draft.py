@@ -364,12 +364,12 @@ def test_going_on_from_a_head_starts_where_it_ended(
         torch.testing.assert_close(tensors(second)[name], value)
 
 
-def test_two_processes_share_the_work(target: Path, data_file: Path, tmp_path: Path) -> None:
+def train_on_two(target: Path, data_file: Path, out: Path, *more: str) -> Path:
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",
         str(ROOT / "train_draft.py"), "--checkpoint_path", str(target), "--data", str(data_file),
-        "--out", str(tmp_path), "--device", "cpu", "--draft_vocab_size", "200",
-        "--batch_tokens", "200", "--max_length", "128", "--epochs", "2", "--log_every", "1",
+        "--out", str(out), "--device", "cpu", "--draft_vocab_size", "200",
+        "--batch_tokens", "200", "--max_length", "128", "--epochs", "2", "--log_every", "1", *more,
     ]  # fmt: skip
     done = subprocess.run(
         command,
@@ -379,10 +379,21 @@ def test_two_processes_share_the_work(target: Path, data_file: Path, tmp_path: P
         timeout=300,
     )
     assert done.returncode == 0, done.stderr[-2000:]
+    return out / train_draft.HEAD_FILE
+
+
+def test_two_processes_share_the_work(target: Path, data_file: Path, tmp_path: Path) -> None:
+    head = train_on_two(target, data_file, tmp_path)
     log = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     steps = [entry["step"] for entry in log if "loss" in entry]
     assert steps == list(range(1, len(steps) + 1))
-    assert read_checkpoint(tmp_path / train_draft.HEAD_FILE).source["step"] == len(steps)
+    assert read_checkpoint(head).source["step"] == len(steps)
+
+
+def test_a_sharded_target_teaches_the_same(target: Path, data_file: Path, tmp_path: Path) -> None:
+    whole = train_on_two(target, data_file, tmp_path / "whole", "--cache_gib", "0")
+    sharded = train_on_two(target, data_file, tmp_path / "sharded", "--shard_target")
+    assert same_tensors(whole, sharded)
 
 
 @HEADS

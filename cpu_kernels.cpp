@@ -256,6 +256,7 @@ struct Steps {  // rows of activations as int8, each with 128 times its sum; the
   std::vector<int8_t> steps;
   std::vector<int32_t> shifts;
   std::vector<float> scales;
+  std::vector<float> sums;  // for groups: [T, groups], of the steps of a group of a row of x
 
   void reserve(size_t rows, size_t K) {  // only grows, so that a round allocates nothing
     steps.resize(std::max(steps.size(), rows * K));
@@ -415,6 +416,97 @@ Tensor integer_rows(Tensor x, Tensor weight, Tensor scales, int64_t planes, bool
   return y;
 }
 
+// Sums of each group of groupsize steps of 16 bits of row t.
+void sum_groups(Steps& of, long t, long T, long padded, long groups, long groupsize) {
+  const int8_t *high = &of.steps[t * padded], *low = &of.steps[(T + t) * padded];
+  for (long g = 0; g < groups; g++) {
+    int32_t sum = 0;
+    for (long k = g * groupsize; k < (g + 1) * groupsize; k++) sum += 256 * high[k] + low[k];
+    of.sums[t * groups + g] = static_cast<float>(sum);
+  }
+}
+
+inline __m512i four_steps(const int8_t* at) {
+  int32_t four;
+  std::memcpy(&four, at, 4);
+  return _mm512_set1_epi32(four);
+}
+
+inline __m512 bf16_block(const uint16_t* at) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at))), 16));
+}
+
+// y [R, 16] of rows t to t + R - 1 with a block of 4-bit outputs: of a group, the sum of
+// (step - 8) * scale + zero times x is scale * (sum of step * x) + (zero - 8 * scale) * (sum of x).
+template <int R>
+void dot_groups(const Steps& of, long t, long T, long K, long groupsize, const uint8_t* w, const uint16_t* scales, const uint16_t* zeros, float* y) {
+  const long groups = K / groupsize, half = groupsize / 2;
+  __m512 total[R];
+  for (int r = 0; r < R; r++) total[r] = _mm512_setzero_ps();
+  for (long g = 0; g < groups; g++) {
+    __m512i high[R], low[R];
+    for (int r = 0; r < R; r++) high[r] = low[r] = _mm512_setzero_si512();
+    for (long k = 0; k < half; k += 4, w += 64) {
+      const __m512i both = _mm512_loadu_si512(w), mask = _mm512_set1_epi8(15);
+      const __m512i first = _mm512_and_si512(both, mask), second = _mm512_and_si512(_mm512_srli_epi16(both, 4), mask);
+      ask_ahead(w, 16 * half);
+      for (int r = 0; r < R; r++) {
+        const int8_t* x = &of.steps[(t + r) * K + g * groupsize + k];
+        high[r] = _mm512_dpbusd_epi32(high[r], first, four_steps(x));
+        high[r] = _mm512_dpbusd_epi32(high[r], second, four_steps(x + half));
+        low[r] = _mm512_dpbusd_epi32(low[r], first, four_steps(x + T * K));
+        low[r] = _mm512_dpbusd_epi32(low[r], second, four_steps(x + T * K + half));
+      }
+    }
+    const __m512 scale = bf16_block(scales + g * BLOCK);
+    const __m512 base = fma(all(-8), scale, bf16_block(zeros + g * BLOCK));
+    for (int r = 0; r < R; r++) {
+      const __m512i sum = _mm512_add_epi32(_mm512_slli_epi32(high[r], 8), low[r]);
+      total[r] = fma(_mm512_cvtepi32_ps(sum), scale, total[r]);
+      total[r] = fma(all(of.sums[(t + r) * groups + g]), base, total[r]);
+    }
+  }
+  for (int r = 0; r < R; r++) store(y + r * BLOCK, _mm512_mul_ps(total[r], all(of.scales[t + r])));
+}
+
+// x fp32 [T, K], weight uint8 [O/16, K/groupsize, groupsize/8, 16, 4], scales and zeros bf16 [O/16,
+// K/groupsize, 16] -> fp32 [T, O]. x is rounded row by row to 16 bits.
+Tensor grouped_rows(Tensor x, Tensor weight, Tensor scales, Tensor zeros) {
+  const long T = x.size(0), K = x.size(1), blocks = weight.size(0), groups = weight.size(1);
+  const long groupsize = K / groups, O = blocks * BLOCK;
+  Tensor y = torch::stable::new_empty(x, {T, O});
+  const float* from = static_cast<const float*>(x.const_data_ptr());
+  const uint8_t* w = static_cast<const uint8_t*>(weight.const_data_ptr());
+  const uint16_t* scale = static_cast<const uint16_t*>(scales.const_data_ptr());
+  const uint16_t* zero_of = static_cast<const uint16_t*>(zeros.const_data_ptr());
+  float* to = static_cast<float*>(y.mutable_data_ptr());
+  static thread_local Steps own;
+  Steps& rows = own;  // this thread's, for all of them
+  rows.reserve(2 * T, K);
+  rows.sums.resize(std::max<size_t>(rows.sums.size(), T * groups));
+  torch::stable::parallel_for(0, T, std::max(1L, 16384 / K), [&](int64_t begin, int64_t end) {
+    for (long t = begin; t < end; t++) {
+      round_row(rows, from, t, T, K, K, 2);
+      sum_groups(rows, t, T, K, groups, groupsize);
+    }
+  });
+  const long grain = std::max(1L, 131072 / (BLOCK * K));  // less is not worth a second core
+  torch::stable::parallel_for(0, blocks, grain, [&](int64_t begin, int64_t end) {
+    float table[4 * BLOCK];
+    for (long b = begin; b < end; b++)
+      for (long t = 0; t < T;) {
+        const long R = T - t >= 4 ? 4 : 1;
+        const uint8_t* block = w + b * BLOCK * K / 2;
+        const long at = b * groups * BLOCK;
+        if (R == 4) dot_groups<4>(rows, t, T, K, groupsize, block, scale + at, zero_of + at, table);
+        else dot_groups<1>(rows, t, T, K, groupsize, block, scale + at, zero_of + at, table);
+        for (long r = 0; r < R; r++) std::memcpy(to + (t + r) * O + b * BLOCK, table + r * BLOCK, BLOCK * sizeof(float));
+        t += R;
+      }
+  });
+  return y;
+}
+
 #endif
 
 // What integer_rows may use: 0 it does not exist, 1 VNNI, 2 AMX too
@@ -433,6 +525,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(talon, m) {
   m.def("int8_rows(Tensor x, Tensor weight, Tensor scales) -> Tensor");
   m.def("int4_rows(Tensor x, Tensor weight, Tensor scales, Tensor zeros, int groupsize) -> Tensor");
   m.def("integer_rows(Tensor x, Tensor weight, Tensor scales, int planes, bool amx) -> Tensor");
+  m.def("grouped_rows(Tensor x, Tensor weight, Tensor scales, Tensor zeros) -> Tensor");
   m.def("integer_level() -> int");
 }
 
@@ -442,6 +535,7 @@ STABLE_TORCH_LIBRARY_IMPL(talon, CPU, m) {
   m.impl("int4_rows", TORCH_BOX(int4_rows));
 #ifdef TALON_VNNI
   m.impl("integer_rows", TORCH_BOX(integer_rows));
+  m.impl("grouped_rows", TORCH_BOX(grouped_rows));
 #endif
 }
 

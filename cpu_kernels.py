@@ -24,7 +24,7 @@ def load() -> int:
 
     source = SOURCE.read_text(encoding="utf-8")
     CppCodeCache.load(source, extra_flags=FLAGS, needs_vec_isa=False)
-    for name in ("fp32_rows", "int8_rows", "int4_rows", "integer_rows"):
+    for name in ("fp32_rows", "int8_rows", "int4_rows", "integer_rows", "grouped_rows"):
         torch.library.register_fake(f"talon::{name}", shape_of)
     return torch.ops.talon.integer_level()
 
@@ -35,9 +35,9 @@ def integer_route() -> str:
 
 
 def shape_of(x: Tensor, weight: Tensor, *rest: object) -> Tensor:
-    """The result's shape, for tracing. A packed weight has its number of outputs in its scales."""
-    outputs = weight.shape[0] if weight.dim() == 2 else rest[0].shape[0]
-    return x.new_empty((x.shape[0], outputs))
+    """The result's shape, for tracing: a packed weight has its number of outputs elsewhere."""
+    outputs = {2: weight.shape[0], 4: rest and rest[0].shape[0], 5: 16 * weight.shape[0]}
+    return x.new_empty((x.shape[0], outputs[weight.dim()]))
 
 
 def interleave(weight: Tensor) -> Tensor:
@@ -46,6 +46,18 @@ def interleave(weight: Tensor) -> Tensor:
     shifted = F.pad((weight.to(torch.int16) + 128).to(torch.uint8), padding, value=128)
     outputs, inputs = shifted.shape
     return shifted.view(outputs // 16, 16, inputs // 4, 4).transpose(1, 2).contiguous()
+
+
+def interleave_groups(
+    weight: Tensor, scales: Tensor, zeros: Tensor, groupsize: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The three tensors of `grouped_rows` from those of `int4_rows`, outputs padded to 16."""
+    more = (0, 0, 0, -weight.shape[0] % 16)
+    weight, scales, zeros = (F.pad(t, more) for t in (weight, scales, zeros))
+    blocks, groups = weight.shape[0] // 16, scales.shape[1]
+    weight = weight.view(blocks, 16, groups, groupsize // 8, 4).permute(0, 2, 3, 1, 4)
+    scales, zeros = (t.view(blocks, 16, groups).transpose(1, 2) for t in (scales, zeros))
+    return weight.contiguous(), scales.contiguous(), zeros.contiguous()
 
 
 class RowsLinear(nn.Linear):

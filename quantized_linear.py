@@ -157,20 +157,28 @@ class Int4Linear(QuantizedLinear):
 
     def pack(self, device: torch.device, dtype: torch.dtype) -> None:
         self.dtype = dtype
-        self.route = "triton" if device.type == "cuda" else "rows"
+        self.route = "triton" if device.type == "cuda" else cpu_kernels.integer_route()
         if self.route == "triton":
             by_group = {name: getattr(self, name).t().contiguous() for name in ("scales", "zeros")}
             self.replace(**by_group, weight=self.weight)
+        elif self.route != "floats":
+            packed = cpu_kernels.interleave_groups(
+                self.weight, self.scales, self.zeros, self.groupsize
+            )
+            self.replace(**dict(zip(("weight", "scales", "zeros"), packed, strict=True)))
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, in] -> [T, out] in the dtype of x."""
         padding = -self.in_features % self.groupsize
         rows = F.pad(x, (0, padding)) if padding else x
-        stored = self.weight, self.scales, self.zeros, self.groupsize
+        stored = self.weight, self.scales, self.zeros
         if self.route == "triton":
-            y = torch.ops.talon.w4a16(rows, *stored)
+            y = torch.ops.talon.w4a16(rows, *stored, self.groupsize)
+        elif self.route == "floats":
+            y = torch.ops.talon.int4_rows(rows.float().contiguous(), *stored, self.groupsize)
         else:
-            y = torch.ops.talon.int4_rows(rows.float().contiguous(), *stored)
+            y = torch.ops.talon.grouped_rows(rows.float().contiguous(), *stored)
+            y = y[:, : self.out_features]
         return self.finish(y, x.dtype)
 
 

@@ -725,8 +725,8 @@ def prepare(args: argparse.Namespace, rank: int, world: int, device: torch.devic
     args.out.mkdir(parents=True, exist_ok=True)
     if args.shard_target and (world == 1 or file.quantization or args.data == "self"):
         raise ValueError(
-            "--shard_target needs several processes (torchrun), a target that is not quantised, and "
-            "--data FILE: make the conversations in a run without it first"
+            "--shard_target needs several processes (torchrun), a target that is not quantised, "
+            "and --data FILE: make the conversations in a run without it first"
         )
     dtype = torch.bfloat16 if args.dtype == "bf16" else torch.float32
     model = load_target(file, torch.device("cpu") if args.shard_target else device, dtype)

@@ -31,6 +31,12 @@ def random_int8(outputs, inputs):
     return torch.randint(-127, 128, (outputs, inputs), dtype=torch.int8)
 
 
+def round_to(x, limit):
+    """fp64 rows of x, rounded to whole steps of which the largest value has `limit`."""
+    step = x.abs().amax(1, keepdim=True) / limit
+    return (x / step).round().double() * step
+
+
 def products(inputs, outputs):
     """Each operator on one random weight of this size: (name, what it computes, its exact twin)."""
     ops = torch.ops.talon
@@ -42,16 +48,12 @@ def products(inputs, outputs):
     if cpu_kernels.load():
         packed = cpu_kernels.interleave(steps)
 
-        def rounded(x, limit):
-            step = x.abs().amax(1, keepdim=True) / limit
-            return (x / step).round().double() * step @ stretched.t()
-
         for planes, limit in ((1, 127), (2, 127 * 256)):
             for amx in (False, True)[: cpu_kernels.load()]:
                 yield (
                     f"{planes} planes, amx {amx}",
                     lambda x, p=planes, a=amx: ops.integer_rows(x, packed, scales, p, a),
-                    lambda x, limit=limit: rounded(x, limit),
+                    lambda x, limit=limit: round_to(x, limit) @ stretched.t(),
                 )
     for groupsize in (32, 64, 128, 256):
         padded = -(-inputs // groupsize) * groupsize
@@ -68,6 +70,15 @@ def products(inputs, outputs):
             ),
             lambda x, plain=plain, more=padding: F.pad(x, more).double() @ plain.t(),
         )
+        if cpu_kernels.load():
+            packed = cpu_kernels.interleave_groups(halves, *pairs, groupsize)
+            yield (
+                f"int4 as integers, groups of {groupsize}",
+                lambda x, p=packed, more=padding: ops.grouped_rows(F.pad(x, more), *p)[:, :outputs],
+                lambda x, plain=plain, more=padding: (
+                    F.pad(round_to(x, 127 * 256), more) @ plain.t()
+                ),
+            )
 
 
 @pytest.mark.parametrize("inputs, outputs", SIZES)
@@ -106,8 +117,7 @@ def test_extreme_integers_do_not_overflow():
 
 def test_rows_of_zeros_and_no_rows_at_all():
     for name, product, _ in products(64, 48):
-        if not name.startswith("int4"):
-            assert (product(torch.zeros(3, 64)) == 0).all(), name
+        assert (product(torch.zeros(3, 64)) == 0).all(), name
         assert product(torch.zeros(0, 64)).shape == (0, 48), name
 
 

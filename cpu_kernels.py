@@ -48,6 +48,13 @@ def interleave(weight: Tensor) -> Tensor:
     return shifted.view(outputs // 16, 16, inputs // 4, 4).transpose(1, 2).contiguous()
 
 
+def deinterleave(weight: Tensor) -> Tensor:
+    """The inverse of `interleave`: int8 [Op, Kp], the padding kept."""
+    blocks, fours = weight.shape[:2]
+    flat = weight.transpose(1, 2).reshape(16 * blocks, 4 * fours)
+    return (flat.to(torch.int16) - 128).to(torch.int8)
+
+
 def interleave_groups(
     weight: Tensor, scales: Tensor, zeros: Tensor, groupsize: int
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -58,6 +65,13 @@ def interleave_groups(
     weight = weight.view(blocks, 16, groups, groupsize // 8, 4).permute(0, 2, 3, 1, 4)
     scales, zeros = (t.view(blocks, 16, groups).transpose(1, 2) for t in (scales, zeros))
     return weight.contiguous(), scales.contiguous(), zeros.contiguous()
+
+
+def deinterleave_groups(weight: Tensor, scales: Tensor, zeros: Tensor) -> tuple[Tensor, ...]:
+    """The inverse of `interleave_groups`, the padding kept."""
+    outputs, groups = 16 * weight.shape[0], weight.shape[1]
+    by_row = weight.permute(0, 3, 1, 2, 4).reshape(outputs, -1)
+    return by_row, *(t.transpose(1, 2).reshape(outputs, groups) for t in (scales, zeros))
 
 
 class RowsLinear(nn.Linear):

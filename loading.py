@@ -22,7 +22,7 @@ from eagle_draft import (
     parse_tree,
 )
 from model import ModelConfig, Transformer
-from quantized_linear import pack, swap_linears, unpacked
+from quantized_linear import QuantizedLinear, pack, swap_linears
 from tokenizer import TOKENIZER_FILES, Tokenizer, load_tokenizer
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -255,10 +255,10 @@ def load_head(
     return head
 
 
-def rows_of(linear: nn.Module, ids: Tensor) -> nn.Linear:
-    """The target's lm_head reduced to the rows of a draft vocabulary."""
-    if not isinstance(linear, nn.Linear):
-        linear = unpacked(linear)
+def rows_of(linear: nn.Module, ids: Tensor) -> nn.Module:
+    """The target's lm_head reduced to the rows of a draft vocabulary; a quantised one stays so."""
+    if isinstance(linear, QuantizedLinear):
+        return linear.rows_of(ids)
     reduced = nn.Linear(linear.in_features, ids.shape[0], bias=False, device="meta")
     reduced.weight = nn.Parameter(linear.weight[ids], requires_grad=False)
     return reduced

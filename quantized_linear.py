@@ -73,6 +73,19 @@ class QuantizedLinear(nn.Module):
     def pack(self, device: torch.device, dtype: torch.dtype) -> None:
         raise NotImplementedError
 
+    def stored(self) -> dict[str, Tensor]:
+        """The tensors as a file has them, from those of a packed layer."""
+        raise NotImplementedError
+
+    def rows_of(self, ids: Tensor) -> "QuantizedLinear":
+        """A layer of its own, packed alike, with the outputs `ids` (int64) only; without a bias."""
+        reduced = type(self)(self.in_features, len(ids), None, self.groupsize)
+        for name, tensor in self.stored().items():
+            kept = tensor if name == "smoothing" else tensor[ids]
+            reduced.register_buffer(name, kept)
+        reduced.pack(ids.device, self.dtype)
+        return reduced
+
     def replace(self, **tensors: Tensor) -> None:
         """Put packed tensors in the place of stored ones; they are no part of a state dict."""
         for name, tensor in tensors.items():
@@ -104,6 +117,12 @@ class Int8Linear(QuantizedLinear):
         self.replace(smoothing=1 / self.smoothing)
         if self.route in ("vnni", "amx"):
             self.replace(weight=cpu_kernels.interleave(self.weight))
+
+    def stored(self) -> dict[str, Tensor]:
+        weight = self.weight
+        if self.route in ("vnni", "amx"):
+            weight = cpu_kernels.deinterleave(weight)[: self.out_features, : self.in_features]
+        return {"weight": weight, "scales": self.scales, "smoothing": 1 / self.smoothing}
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, in] -> [T, out] in the dtype of x."""
@@ -166,6 +185,17 @@ class Int4Linear(QuantizedLinear):
                 self.weight, self.scales, self.zeros, self.groupsize
             )
             self.replace(**dict(zip(("weight", "scales", "zeros"), packed, strict=True)))
+
+    def stored(self) -> dict[str, Tensor]:
+        tensors = self.weight, self.scales, self.zeros
+        if self.route == "triton":
+            tensors = self.weight, self.scales.t(), self.zeros.t()
+        elif self.route != "floats":
+            tensors = cpu_kernels.deinterleave_groups(*tensors)
+        return {
+            name: tensor[: self.out_features]
+            for name, tensor in zip(("weight", "scales", "zeros"), tensors, strict=True)
+        }
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, in] -> [T, out] in the dtype of x."""

@@ -44,6 +44,7 @@ from loading import (
     rows_of,
 )
 from model import ModelConfig, Transformer
+from quantized_linear import unpacked
 from tokenizer import Tokenizer
 
 HEAD_FILE, STATE_FILE, LOG_FILE = "talon_draft.safetensors", "train_state.pt", "log.jsonl"
@@ -104,15 +105,21 @@ def build_head(
         head.fc.weight[:, -c.dim :] += torch.eye(c.dim)
         if c.family == "eagle3":
             head.norm.weight.copy_(model.norm.weight)
-            head.output.weight.copy_(rows_of(model.output, ids.to(device)).weight)
+            head.output.weight.copy_(output_rows(model, ids).weight)
     head.d2t.copy_(ids - torch.arange(len(ids)))
     return head.to(device)
+
+
+def output_rows(model: Transformer, ids: Tensor) -> nn.Linear:
+    """The target's lm_head for a draft vocabulary, as a plain layer that gradients pass."""
+    rows = rows_of(model.output, ids.to(model.norm.weight.device))
+    return rows if isinstance(rows, nn.Linear) else unpacked(rows)
 
 
 def borrow(head: DraftHead, model: Transformer) -> Tensor:
     """Give the head what it shares with the target, frozen; returns the target's output rows [Vd,
     C]."""
-    shared = rows_of(model.output, head.target_ids)
+    shared = output_rows(model, head.target_ids)
     if not head.config.own_embedding:
         head.tok_embeddings = model.tok_embeddings.requires_grad_(False)
     if not head.config.own_output:

@@ -182,6 +182,15 @@ def test_unpacked_gives_the_weights_that_a_layer_multiplies_with(mode):
     assert error(F.linear(x, plain.weight.float(), plain.bias), layer(x)) < 0.015
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_some_rows_of_a_packed_layer_are_a_packed_layer(mode):
+    weight, x, ids = torch.randn(50, 72), torch.randn(5, 72), torch.tensor([0, 3, 7, 49])
+    layer = layer_of(weight, mode, smoothing=torch.rand(72) + 0.5)
+    reduced = layer.rows_of(ids)
+    assert torch.equal(reduced(x), layer(x)[:, ids])
+    assert torch.equal(reduced.rows_of(torch.tensor([2]))(x), layer(x)[:, 7:8])
+
+
 def test_smoothing_changes_no_product_but_its_rounding():
     weight, x = torch.randn(32, 64), torch.randn(6, 64)
     x[:, 7] *= 100

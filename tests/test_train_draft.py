@@ -3,6 +3,7 @@ taken up again."""
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import asdict
@@ -13,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer as JsonTokenizer
 from tokenizers import decoders, models, pre_tokenizers
+from torch import nn
 
 import train_draft
 from checkpoint import TensorSpec, read_checkpoint, write_checkpoint
@@ -22,6 +24,8 @@ from eagle_draft import DraftHead, chain, dynamic_tree
 from engine import Decoder, Generation
 from loading import load_head, load_target, read_kind
 from model import Attention, KVCache, ModelConfig, Transformer, causal_mask, rope_table
+from quantize import quantize_checkpoint
+from quantized_linear import Int8Linear
 from sampling import SamplingConfig
 from tokenizer import load_tokenizer
 from train_draft import borrow, build_head, head_config
@@ -294,6 +298,19 @@ def test_data_training_and_decoding_end_to_end(target: Path, tmp_path: Path, fam
         generation = Generation(decoder, prompt, SamplingConfig(), 40)
         texts.append([token for part in generation for token in part])
     assert texts[0] == texts[1] == texts[2]
+
+
+@HEADS
+def test_a_quantised_target_trains_a_head(target: Path, tmp_path: Path, family: str) -> None:
+    quantised = tmp_path / "talon_int8.safetensors"
+    quantize_checkpoint(target, "int8", out=quantised)
+    for path in target.parent.glob("*.json"):
+        shutil.copy(path, tmp_path)
+    made = ["--answer_tokens", 300, "--data_batch", 4, "--epochs", 1]
+    path = train(quantised, "self", tmp_path / "out", *made, family=family)
+    model = load_target(read_kind(quantised, "target"), torch.device("cpu"), torch.float32)
+    head = load_head(read_kind(path, "draft"), model, torch.device("cpu"), torch.float32)
+    assert isinstance(head.output, nn.Linear if family == "eagle3" else Int8Linear)
 
 
 @HEADS

@@ -44,7 +44,27 @@ inline Vector all(float x) { return _mm512_set1_ps(x); }
 inline Vector load(const float* p) { return _mm512_loadu_ps(p); }
 inline void store(float* p, Vector v) { _mm512_storeu_ps(p, v); }
 inline Vector fma(Vector a, Vector b, Vector c) { return _mm512_fmadd_ps(a, b, c); }
-inline float sum(Vector v) { return _mm512_reduce_add_ps(v); }
+inline Vector exp_part(Vector r) {  // e^r for |r| <= ln 2 / 2: Taylor's terms to the seventh
+  Vector p = all(1 / 5040.f);
+  for (float term : {1 / 720.f, 1 / 120.f, 1 / 24.f, 1 / 6.f, 0.5f, 1.f, 1.f}) p = fma(p, r, all(term));
+  return p;
+}
+inline void store_sums(float* p, Vector a, Vector b, Vector c, Vector d) {
+  const Vector ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+  const Vector cd = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
+  const __m512d low = _mm512_castps_pd(ab), high = _mm512_castps_pd(cd);
+  const Vector four = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(low, high)), _mm512_castpd_ps(_mm512_unpackhi_pd(low, high)));
+  const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(four), _mm512_extractf32x8_ps(four, 1));
+  _mm_storeu_ps(p, _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
+}
+inline Vector larger(Vector a, Vector b) { return _mm512_max_ps(a, b); }
+inline Vector add(Vector a, Vector b) { return _mm512_add_ps(a, b); }
+inline Vector divide(Vector a, Vector b) { return _mm512_div_ps(a, b); }
+inline float largest(Vector v) { return _mm512_reduce_max_ps(v); }
+inline Vector exp(Vector x) {  // for x <= 0, to 2e-7 relative
+  const Vector n = _mm512_roundscale_ps(_mm512_mul_ps(x, all(1.44269504f)), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  return _mm512_scalef_ps(exp_part(fma(n, all(1.42860677e-6f), fma(n, all(-0.693148612976f), x))), n);
+}
 inline __m128i bytes(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }
 inline Vector widen(const int8_t* p) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes(p))); }
 struct Group {  // its 16 values fill one vector, in which the halves of the bytes are looked up
@@ -65,10 +85,28 @@ inline Vector all(float x) { return _mm256_set1_ps(x); }
 inline Vector load(const float* p) { return _mm256_loadu_ps(p); }
 inline void store(float* p, Vector v) { _mm256_storeu_ps(p, v); }
 inline Vector fma(Vector a, Vector b, Vector c) { return _mm256_fmadd_ps(a, b, c); }
-inline float sum(Vector v) {
-  __m128 half = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
-  half = _mm_add_ps(half, _mm_movehl_ps(half, half));
-  return _mm_cvtss_f32(_mm_add_ss(half, _mm_shuffle_ps(half, half, 1)));
+inline Vector exp_part(Vector r) {  // e^r for |r| <= ln 2 / 2: Taylor's terms to the seventh
+  Vector p = all(1 / 5040.f);
+  for (float term : {1 / 720.f, 1 / 120.f, 1 / 24.f, 1 / 6.f, 0.5f, 1.f, 1.f}) p = fma(p, r, all(term));
+  return p;
+}
+inline void store_sums(float* p, Vector a, Vector b, Vector c, Vector d) {
+  const Vector four = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
+  _mm_storeu_ps(p, _mm_add_ps(_mm256_castps256_ps128(four), _mm256_extractf128_ps(four, 1)));
+}
+inline Vector larger(Vector a, Vector b) { return _mm256_max_ps(a, b); }
+inline Vector add(Vector a, Vector b) { return _mm256_add_ps(a, b); }
+inline Vector divide(Vector a, Vector b) { return _mm256_div_ps(a, b); }
+inline float largest(Vector v) {
+  float lane[LANES];
+  store(lane, v);
+  return *std::max_element(lane, lane + LANES);
+}
+inline Vector exp(Vector x) {  // for x <= 0, to 2e-7 relative
+  x = larger(x, all(-87));
+  const Vector n = _mm256_round_ps(_mm256_mul_ps(x, all(1.44269504f)), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  const Vector part = exp_part(fma(n, all(1.42860677e-6f), fma(n, all(-0.693148612976f), x)));
+  return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(part), _mm256_slli_epi32(_mm256_cvtps_epi32(n), 23)));
 }
 inline __m128i bytes(const void* p) { return _mm_loadl_epi64(static_cast<const __m128i*>(p)); }
 inline Vector widen(const int8_t* p) { return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes(p))); }
@@ -101,6 +139,12 @@ inline Vector fma(Vector a, Vector b, Vector c) {
   return each([&](int i) { return fma(a.lane[i], b.lane[i], c.lane[i]); });
 }
 inline float sum(Vector v) { return (v.lane[0] + v.lane[2]) + (v.lane[1] + v.lane[3]); }
+inline void store_sums(float* p, Vector a, Vector b, Vector c, Vector d) { p[0] = sum(a), p[1] = sum(b), p[2] = sum(c), p[3] = sum(d); }
+inline Vector add(Vector a, Vector b) { return each([&](int i) { return a.lane[i] + b.lane[i]; }); }
+inline Vector divide(Vector a, Vector b) { return each([&](int i) { return a.lane[i] / b.lane[i]; }); }
+inline Vector larger(Vector a, Vector b) { return each([&](int i) { return std::max(a.lane[i], b.lane[i]); }); }
+inline float largest(Vector v) { return *std::max_element(v.lane, v.lane + LANES); }
+inline Vector exp(Vector x) { return each([&](int i) { return std::exp(x.lane[i]); }); }
 inline Vector widen(const int8_t* p) { return each([=](int i) { return static_cast<float>(p[i]); }); }
 struct Group {
   float scale, base;
@@ -143,13 +187,14 @@ void dot(const float* x, const float* w, long K, const float* scale, float* y, l
     }
   }
 #pragma GCC unroll 8
-  for (int r = 0; r < R; r++)
-#pragma GCC unroll 8
-    for (int o = 0; o < OUTS; o++) {
-      float total = sum(sums[r][o]);
-      for (long i = k; i < K; i++) total += x[r * K + i] * w[o * K + i];
-      if (o < outs) y[r * width + o] = scale ? total * scale[o] : total;
+  for (int r = 0; r < R; r++) {
+    float total[OUTS];
+    store_sums(total, sums[r][0], sums[r][1], sums[r][2], sums[r][3]);
+    for (int o = 0; o < outs; o++) {
+      for (long i = k; i < K; i++) total[o] += x[r * K + i] * w[o * K + i];
+      y[r * width + o] = scale ? total[o] * scale[o] : total[o];
     }
+  }
 }
 
 template <int R, bool STREAM>
@@ -241,6 +286,111 @@ Tensor int4_rows(Tensor x, Tensor weight, Tensor scales, Tensor zeros, int64_t g
       }
     return static_cast<const float*>(buffer);
   });
+}
+
+// ---------------------------------------------------------------- attention
+// A task is a block of the queries of one group of keys and values.
+
+constexpr int WEIGHED = LANES == 16 ? 4 : 2;  // queries whose sums fit the registers
+
+// y [R, D] = p [R, *] v [S, D] / (sum of each row of p), rows of p `width` apart. Sums go from slot to
+// slot, one after another: slots with weight 0 between them change nothing, so a node of a tree gets
+// the numbers that it would get at its place in the text.
+template <int R>
+void weigh(const float* p, long width, const float* v, long S, long D, float* y) {
+  long d = 0;
+  for (; d + 4 * LANES <= D; d += 4 * LANES) {
+    Vector sums[R][4], total[R];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) {
+      total[r] = zero();
+#pragma GCC unroll 8
+      for (int i = 0; i < 4; i++) sums[r][i] = zero();
+    }
+    for (long s = 0; s < S; s++) {
+      Vector part[4];
+#pragma GCC unroll 8
+      for (int i = 0; i < 4; i++) part[i] = load(v + s * D + d + i * LANES);
+#pragma GCC unroll 8
+      for (int r = 0; r < R; r++) {
+        const Vector weight = all(p[r * width + s]);
+        total[r] = add(total[r], weight);
+#pragma GCC unroll 8
+        for (int i = 0; i < 4; i++) sums[r][i] = fma(weight, part[i], sums[r][i]);
+      }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+      for (int i = 0; i < 4; i++) store(y + r * D + d + i * LANES, divide(sums[r][i], total[r]));
+  }
+  for (int r = 0; r < R; r++)
+    for (long i = d; i < D; i++) {
+      float sum = 0, total = 0;
+      for (long s = 0; s < S; s++) total += p[r * width + s], sum += p[r * width + s] * v[s * D + i];
+      y[r * D + i] = sum / total;
+    }
+}
+
+template <int R>
+void weigh_block(int rows, const float* p, long width, const float* v, long S, long D, float* y) {
+  if (rows == R) return weigh<R>(p, width, v, S, D, y);
+  if constexpr (R > 1) weigh_block<R - 1>(rows, p, width, v, S, D, y);
+}
+
+// e^(score - largest score) of the slots seen, 0 elsewhere; `width` is a multiple of LANES.
+void weights_of(float* scores, const bool* seen, long S, long width) {
+  Vector top = all(-INFINITY);
+  for (long s = 0; s < width; s++)
+    if (s >= S || !seen[s]) scores[s] = -INFINITY;
+  for (long s = 0; s < width; s += LANES) top = larger(top, load(scores + s));
+  const Vector most = all(-largest(top));
+  for (long s = 0; s < width; s += LANES) store(scores + s, exp(add(load(scores + s), most)));
+}
+
+// q fp32 [T, H, D], kv fp32 [2, G, R, D], mask bool [T, S] -> fp32 [T, H * D]
+Tensor attend(Tensor q, Tensor kv, Tensor mask) {
+  const long T = q.size(0), H = q.size(1), D = q.size(2), G = kv.size(1), depth = kv.size(2), S = mask.size(1);
+  Tensor y = torch::stable::new_empty(q, {T, H * D});
+  const float* queries = static_cast<const float*>(q.const_data_ptr());
+  const float* keys = static_cast<const float*>(kv.const_data_ptr());
+  const bool* seen = static_cast<const bool*>(mask.const_data_ptr());
+  float* to = static_cast<float*>(y.mutable_data_ptr());
+  long end_of_seen = 0;  // what lies past it is hidden from every row
+  for (long t = 0; t < T; t++)
+    for (long s = S; s > end_of_seen; s--)
+      if (seen[t * S + s - 1]) end_of_seen = s;
+  const long width = (end_of_seen + LANES - 1) / LANES * LANES, share = H / G;
+  const float scale = 1 / std::sqrt(static_cast<float>(D));
+  const long blocks = (share * T + ROWS - 1) / ROWS;
+  const long grain = std::max(1L, 32768 / std::max(1L, ROWS * width * D));
+  torch::stable::parallel_for(0, G * blocks, grain, [&](int64_t begin, int64_t end) {
+    static thread_local std::vector<float> own;
+    own.resize(std::max<size_t>(own.size(), ROWS * (width + 2 * D) + OUTS * D + LANES));
+    float *scores = own.data(), *x = scores + ROWS * width, *out = x + ROWS * D, *last = out + ROWS * D;
+    for (long task = begin; task < end; task++) {
+      const long g = task / blocks, first = task % blocks * ROWS;
+      const int rows = static_cast<int>(std::min<long>(ROWS, share * T - first));
+      const float *k = keys + g * depth * D, *v = keys + (G + g) * depth * D;
+      auto place = [&](int r) { return ((first + r) / share * H + g * share + (first + r) % share) * D; };
+      for (int r = 0; r < rows; r++)
+        for (long d = 0; d < D; d++) x[r * D + d] = queries[place(r) + d] * scale;
+      for (long s = 0; s < width; s += OUTS) {
+        const float* part = k + s * D;
+        if (s + OUTS > depth) {  // the cache ends here
+          std::memset(last, 0, OUTS * D * sizeof(float));
+          std::memcpy(last, part, std::max(0L, depth - s) * D * sizeof(float));
+          part = last;
+        }
+        dot_block<ROWS, false>(rows, x, part, D, nullptr, scores + s, width, OUTS);
+      }
+      for (int r = 0; r < rows; r++) weights_of(scores + r * width, seen + (first + r) / share * S, S, width);
+      for (int r = 0; r < rows; r += WEIGHED)
+        weigh_block<WEIGHED>(std::min(WEIGHED, rows - r), scores + r * width, width, v, end_of_seen, D, out + r * D);
+      for (int r = 0; r < rows; r++) std::memcpy(to + place(r), out + r * D, D * sizeof(float));
+    }
+  });
+  return y;
 }
 
 // ---------------------------------------------------------------- integers
@@ -522,6 +672,7 @@ int64_t integer_level() {
 
 STABLE_TORCH_LIBRARY_FRAGMENT(talon, m) {
   m.def("fp32_rows(Tensor x, Tensor weight) -> Tensor");
+  m.def("attend(Tensor q, Tensor kv, Tensor mask) -> Tensor");
   m.def("int8_rows(Tensor x, Tensor weight, Tensor scales) -> Tensor");
   m.def("int4_rows(Tensor x, Tensor weight, Tensor scales, Tensor zeros, int groupsize) -> Tensor");
   m.def("integer_rows(Tensor x, Tensor weight, Tensor scales, int planes, bool amx) -> Tensor");
@@ -531,6 +682,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(talon, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(talon, CPU, m) {
   m.impl("fp32_rows", TORCH_BOX(fp32_rows));
+  m.impl("attend", TORCH_BOX(attend));
   m.impl("int8_rows", TORCH_BOX(int8_rows));
   m.impl("int4_rows", TORCH_BOX(int4_rows));
 #ifdef TALON_VNNI

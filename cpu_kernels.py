@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from model import Attention, attend
+
 SOURCE = Path(__file__).with_suffix(".cpp")
 FLAGS = ("-ftree-loop-vectorize",)  # what torch.compile's own flags, which are used, leave out
 MOST_ROWS = 64  # beyond that a product is bound by arithmetic, and torch's library is faster
@@ -26,6 +28,7 @@ def load() -> int:
     CppCodeCache.load(source, extra_flags=FLAGS, needs_vec_isa=False)
     for name in ("fp32_rows", "int8_rows", "int4_rows", "integer_rows", "grouped_rows"):
         torch.library.register_fake(f"talon::{name}", shape_of)
+    torch.library.register_fake("talon::attend", lambda q, *_: q.new_empty((len(q), q[0].numel())))
     return torch.ops.talon.integer_level()
 
 
@@ -84,10 +87,19 @@ class RowsLinear(nn.Linear):
         return y if self.bias is None else y + self.bias
 
 
+def attend_rows(q: Tensor, kv: Tensor, mask: Tensor) -> Tensor:
+    """`model.attend` for fp32, fast for a few rows."""
+    if q.shape[0] > MOST_ROWS:
+        return attend(q, kv, mask)
+    return torch.ops.talon.attend(q.contiguous(), kv, mask.contiguous())
+
+
 def speed_up(module: nn.Module) -> None:
-    """Let every fp32 linear layer of a module on a CPU multiply few rows by the operators above."""
+    """Let the fp32 products of a module on a CPU, attention's too, run by the operators above."""
     load()
     for parent in list(module.modules()):
+        if isinstance(parent, Attention):
+            parent.attend = attend_rows
         for name, child in list(parent.named_children()):
             if type(child) is nn.Linear and child.weight.dtype == torch.float32:
                 fast = RowsLinear(1, 1, bias=False, device="meta")

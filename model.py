@@ -165,6 +165,21 @@ class RMSNorm(nn.Module):
         return normed.to(x.dtype) * self.weight
 
 
+def attend(q: Tensor, kv: Tensor, mask: Tensor) -> Tensor:
+    """[T, H * D]: attention of q [T, H, D] over the cache kv [2, G, R, D], as mask bool [T, S]
+    allows.
+    """
+    (rows, width), groups, size = mask.shape, kv.shape[1], q.shape[2]
+    keys, values = kv[:, :, :width]  # [G, S, D] each
+    # The H/G query heads of a group stack as rows over its keys: GQA without copies of keys and
+    # values.
+    x = q.view(rows, groups, -1, size).permute(1, 2, 0, 3).reshape(groups, -1, size)
+    scores = (x @ keys.transpose(1, 2)).view(groups, -1, rows, width).float() * size**-0.5
+    weights = scores.masked_fill(~mask, float("-inf")).softmax(-1).to(q.dtype)
+    y = weights.view(groups, -1, width) @ values  # [G, H/G * T, D]
+    return y.view(groups, -1, rows, size).permute(2, 0, 1, 3).reshape(rows, -1)
+
+
 class Attention(nn.Module):
     """Grouped-query attention over a static cache. `in_dim` differs from `dim` in an EAGLE-3 head
     only.
@@ -184,30 +199,17 @@ class Attention(nn.Module):
         self.n_head, self.n_kv_head, self.head_dim = n_head, n_kv_head, head_dim
         self.wqkv = nn.Linear(in_dim, (n_head + 2 * n_kv_head) * head_dim, bias=qkv_bias)
         self.wo = nn.Linear(n_head * head_dim, dim, bias=o_bias)
+        self.attend = attend  # a device may have a faster one
 
     def forward(self, x: Tensor, rope: Tensor, slots: Tensor, mask: Tensor, kv: Tensor) -> Tensor:
         """x: [T, in_dim]; rope: [2, T, D]; slots: int64 [T]; mask: bool [T, S]; kv: [2, G, R, D],
         written.
         """
-        rows, width = mask.shape
         heads, groups, size = self.n_head, self.n_kv_head, self.head_dim
-        qkv = self.wqkv(x).view(rows, heads + 2 * groups, size)
+        qkv = self.wqkv(x).view(-1, heads + 2 * groups, size)
         q, k, v = qkv.split((heads, groups, groups), dim=1)
         kv.index_copy_(2, slots, torch.stack((rotate(k, rope), v)).transpose(1, 2).to(kv.dtype))
-        keys, values = kv[:, :, :width]  # [G, S, D] each
-        # The H/G query heads of a group stack as rows over its keys: GQA without copies of keys and
-        # values.
-        q = (
-            rotate(q, rope)
-            .view(rows, groups, -1, size)
-            .permute(1, 2, 0, 3)
-            .reshape(groups, -1, size)
-        )
-        scores = (q @ keys.transpose(1, 2)).view(groups, -1, rows, width).float() * size**-0.5
-        weights = scores.masked_fill(~mask, float("-inf")).softmax(-1).to(x.dtype)
-        y = weights.view(groups, -1, width) @ values  # [G, H/G * T, D]
-        y = y.view(groups, -1, rows, size).permute(2, 0, 1, 3).reshape(rows, heads * size)
-        return self.wo(y)
+        return self.wo(self.attend(rotate(q, rope), kv, mask))
 
 
 class FeedForward(nn.Module):

@@ -256,7 +256,7 @@ def pack(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
         register_kernels()
     for linear in linears:
         linear.pack(device, dtype)
-    if device.type == "cpu":
+    if device.type == "cpu" and dtype == torch.float32:
         cpu_kernels.speed_up(module)
 
 

@@ -11,10 +11,15 @@ import torch.nn.functional as F
 from torch import nn
 
 import cpu_kernels
+from model import attend
 
 ROOT = Path(__file__).resolve().parent.parent
 SIZES = [(576, 960), (1536, 576), (64, 48), (37, 19), (100, 65), (7, 3), (1, 1)]
 ROWS = [1, 2, 4, 5, 6, 7, 13, 26, 33, 64]
+SHAPES = [  # of attention: rows, heads, groups, size of a head, slots read, slots there
+    (1, 9, 3, 64, 256, 600), (26, 9, 3, 64, 256, 600), (64, 4, 1, 64, 512, 513),
+    (5, 4, 4, 8, 16, 17), (3, 2, 1, 48, 33, 34), (7, 8, 2, 128, 300, 301), (2, 2, 2, 20, 3, 4),
+]  # fmt: skip
 CONTRACTED = 1e-6  # relative error of fp32 sums
 
 
@@ -92,6 +97,41 @@ def test_products_are_exact_to_rounding_and_do_not_depend_on_other_rows(inputs, 
             assert torch.equal(product(x[:rows].contiguous()), alone[:rows]), (name, rows)
 
 
+@pytest.mark.parametrize("rows, heads, groups, size, width, slots", SHAPES)
+def test_attention_is_exact_to_rounding_and_does_not_depend_on_other_rows(
+    rows, heads, groups, size, width, slots
+):
+    q, cache = torch.randn(rows, heads, size), torch.randn(3, 2, groups, slots, size)
+    mask = torch.rand(rows, width) < 0.4
+    mask[:, width // 2 :] = False  # slots that are not in use yet
+    mask[torch.arange(rows), torch.arange(rows) % max(width // 2, 1)] = True
+    if rows == 64:
+        mask[:] = True
+    got = torch.ops.talon.attend(q, cache[1], mask)
+    assert error(got, attend(q.double(), cache[1].double(), mask)) < CONTRACTED
+    alone = [
+        torch.ops.talon.attend(q[i : i + 1].contiguous(), cache[1], mask[i : i + 1].contiguous())
+        for i in range(rows)
+    ]
+    assert torch.equal(torch.cat(alone), got)
+
+
+def test_a_node_of_a_tree_gets_the_numbers_of_its_place_in_the_text():
+    """The same keys and values with gaps between them, as in a tree before it is committed."""
+    q, text = torch.randn(1, 9, 64), torch.randn(2, 3, 300, 64)
+    for committed, places in ((37, [0, 5, 11]), (250, [2, 3, 30])):
+        plain = torch.ones(1, committed + 3, dtype=torch.bool)
+        spread = torch.zeros(1, committed + 40, dtype=torch.bool)
+        spread[:, :committed] = True
+        tree = torch.randn(2, 3, 300, 64)
+        tree[:, :, :committed] = text[:, :, :committed]
+        for index, place in enumerate(places):
+            spread[0, committed + place] = True
+            tree[:, :, committed + place] = text[:, :, committed + index]
+        expected = torch.ops.talon.attend(q, text, plain)
+        assert torch.equal(torch.ops.talon.attend(q, tree, spread), expected)
+
+
 def test_threads_change_no_number():
     x, before = torch.randn(26, 576), torch.get_num_threads()
     try:
@@ -150,6 +190,8 @@ t.setup_module()
 print("level", cpu_kernels.load())
 for size in t.SIZES:
     t.test_products_are_exact_to_rounding_and_do_not_depend_on_other_rows(*size)
+for shape in t.SHAPES:
+    t.test_attention_is_exact_to_rounding_and_does_not_depend_on_other_rows(*shape)
 """
     paths = f"{ROOT}:{ROOT / 'tests'}"
     done = subprocess.run(

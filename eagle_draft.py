@@ -389,7 +389,8 @@ def root_children(
 
 def grow_level(
     head: DraftHead,
-    beam: tuple[Tensor, Tensor, Tensor, Tensor],
+    rows: Tensor | None,
+    above: tuple[Tensor, Tensor, Tensor, Tensor],
     step: Tensor,
     length: Tensor,
     slots: Tensor,
@@ -397,32 +398,29 @@ def grow_level(
     kv: Tensor,
     sampling: SamplingState,
     kind: str,
-    top_k: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Run the beam's nodes through the head and list their children.
+    sizes: tuple[int, int],
+) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """Run some children of the last level through the head and list their children.
 
-    beam: tokens int64 [B], hidden [B, C] of their parents, cumulative scores [B], seen bool [B, M]
-    (which of this round's draft slots hold ancestors). step: int64 [1], depth of the nodes minus
-    one. Returns child scores and tokens [B * K], the nodes' hidden states [B, C] and `seen` with
-    the nodes themselves."""
-    tokens, hidden, scores, seen = beam
-    own = step * tokens.shape[0] + torch.arange(tokens.shape[0], device=tokens.device)
+    rows: int64 [B], which children; None for those of the highest scores. above: the last level's
+    cumulative scores and tokens [B' * K], the hidden states [B', C] and the slots seen by its
+    nodes, bool [B', M] (which of this round's draft slots hold ancestors). step: int64 [1], depth
+    of the nodes minus one. sizes: B and K. Returns `rows`, and the same four of this level."""
+    scores, tokens, hidden, seen = above
+    beam, top_k = sizes
+    rows = best(scores, beam) if rows is None else rows
+    parent = rows // (tokens.shape[0] // hidden.shape[0])
+    tokens, hidden, scores, seen = tokens[rows], hidden[parent], scores[rows], seen[parent]
+    own = step * beam + torch.arange(beam, device=tokens.device)
     seen = seen | (torch.arange(seen.shape[1], device=tokens.device) == own[:, None])
-    position = (length + step).expand(tokens.shape[0])  # of the pair: one less than the token's own
+    position = (length + step).expand(beam)  # of the pair: one less than the token's own
     mask = tree_mask(length, seen, slots)
     hidden = head(tokens, hidden, rope_table[:, position], length + own, mask, kv)
     child_scores, child_tokens = guess(
         head.logits(hidden), position + 2, head.target_ids, sampling, kind, top_k
     )
-    return (scores[:, None] + child_scores).flatten(), child_tokens.flatten(), hidden, seen
-
-
-def next_beam(
-    rows: Tensor, child_scores: Tensor, child_tokens: Tensor, hidden: Tensor, seen: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The beam made of children `rows` int64 [B] of the last level's B * K."""
-    parent = rows // (child_tokens.shape[0] // hidden.shape[0])
-    return child_tokens[rows], hidden[parent], child_scores[rows], seen[parent]
+    child_scores = (scores[:, None] + child_scores).flatten()
+    return rows, (child_scores, child_tokens.flatten(), hidden, seen)
 
 
 def absorb(
@@ -499,11 +497,7 @@ class EagleDrafter:
             self.parents = node_parents(self.keep, flat_parents)
             self.ancestors = ancestor_mask(self.parents, tree.levels)
         self.root_children, self.grow_level = compiled(root_children), compiled(grow_level)
-        self.next_beam, self.select, self.absorb = (
-            compiled(next_beam),
-            compiled(select),
-            compiled(absorb),
-        )
+        self.select, self.absorb = compiled(select), compiled(absorb)
         self.absorb_chunk = (
             self.absorb if device.type == "cuda" else absorb
         )  # as in the engine's prefill
@@ -526,18 +520,16 @@ class EagleDrafter:
         scores, tokens = self.root_children(
             self.head, self.hidden, length, sampling, kind, tree.top_k
         )
-        beam_hidden, seen = self.hidden, self.unseen[:1]
-        all_scores, all_tokens, beams = [scores], [tokens], []
+        grown, beams = [(scores, tokens, self.hidden, self.unseen[:1])], []
         for level in range(1, tree.levels):
-            rows = self.beam_rows(level, scores)
-            beams.append(rows + tree.block(level))
-            beam = self.next_beam(rows, scores, tokens, beam_hidden, seen)
-            scores, tokens, beam_hidden, seen = self.grow_level(
-                self.head, beam, self.steps[level - 1 : level], length, slots, self.table,
-                self.cache.layer(0), sampling, kind, tree.top_k,
+            chosen = self.expand[level - 1] - tree.block(level) if self.static else None
+            rows, below = self.grow_level(
+                self.head, chosen, grown[-1], self.steps[level - 1 : level], length, slots,
+                self.table, self.cache.layer(0), sampling, kind, (tree.beam, tree.top_k),
             )  # fmt: skip
-            all_scores.append(scores)
-            all_tokens.append(tokens)
+            beams.append(rows + tree.block(level))
+            grown.append(below)
+        all_scores, all_tokens, *_ = zip(*grown, strict=True)
         if self.static:
             drafted = torch.cat(all_tokens)[self.keep]
             return torch.cat((root, drafted)), self.parents, self.ancestors
@@ -546,12 +538,6 @@ class EagleDrafter:
             tree.nodes - 1, tree.levels,
         )  # fmt: skip
         return torch.cat((root, drafted)), parents, ancestors
-
-    def beam_rows(self, level: int, scores: Tensor) -> Tensor:
-        """Which candidates of `level` to expand, as indices into its block."""
-        if self.static:
-            return self.expand[level - 1] - self.tree.block(level)
-        return best(scores, self.tree.beam)
 
     def learn(
         self,

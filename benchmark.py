@@ -24,9 +24,8 @@ from pathlib import Path
 
 import torch
 
-from cli import Parser, run
+from cli import DEMO, Parser, note, run
 from engine import Decoder, Generation
-from generate import DEMO, note
 from loading import (
     DTYPES,
     device_name,

@@ -7,7 +7,15 @@ import argparse
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import NoReturn
+
+DEMO = Path("checkpoints/SmolLM2-135M-Instruct/talon.safetensors")
+
+
+def note(text: str) -> None:
+    """Everything but a command's result goes to standard error."""
+    print(text, file=sys.stderr, flush=True)
 
 
 class Parser(argparse.ArgumentParser):

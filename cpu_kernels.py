@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from cli import note
 from model import Attention, attend
 
 SOURCE = Path(__file__).with_suffix(".cpp")
@@ -21,11 +22,21 @@ MOST_ROWS = 64  # beyond that a product is bound by arithmetic, and torch's libr
 def load() -> int:
     """Compile and register the operators. Returns what int8 rows may use: 2 AMX, 1 VNNI, 0 none.
 
-    RuntimeError where no C++ compiler is found, as torch.compile gives it."""
+    ValueError where there is no C++ compiler that does it."""
     from torch._inductor.codecache import CppCodeCache
 
     source = SOURCE.read_text(encoding="utf-8")
-    CppCodeCache.load(source, extra_flags=FLAGS, needs_vec_isa=False)
+    try:
+        CppCodeCache.load(source, extra_flags=FLAGS, needs_vec_isa=False)
+    except Exception as error:  # torch has many kinds, and some hold pages of a compiler's output
+        lines = [line for line in str(error).splitlines() if line.strip()]
+        reason = next(
+            (line for line in lines if "error" in line), (lines or ["no reason given"])[0]
+        )
+        raise ValueError(
+            f"{SOURCE.name} cannot be compiled here ({reason.strip()}): it needs a C++ compiler "
+            "such as g++ (CXX names another one)"
+        ) from error
     for name in ("fp32_rows", "int8_rows", "int4_rows", "integer_rows", "grouped_rows"):
         torch.library.register_fake(f"talon::{name}", shape_of)
     torch.library.register_fake("talon::attend", lambda q, *_: q.new_empty((len(q), q[0].numel())))
@@ -96,7 +107,11 @@ def attend_rows(q: Tensor, kv: Tensor, mask: Tensor) -> Tensor:
 
 def speed_up(module: nn.Module) -> None:
     """Let the fp32 products of a module on a CPU, attention's too, run by the operators above."""
-    load()
+    try:
+        load()
+    except ValueError as error:
+        note(f"note: {error}; torch's own products are used, which are slower for a few rows")
+        return
     for parent in list(module.modules()):
         if isinstance(parent, Attention):
             parent.attend = attend_rows

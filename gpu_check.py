@@ -26,9 +26,10 @@ import torch
 from torch import nn
 
 from checkpoint import atomic_file
+from cli import DEMO, note
 from eagle_draft import DraftConfig, DraftHead, parse_tree
 from engine import Decoder, Generation
-from generate import DEMO, load, note
+from generate import load
 from loading import device_name, pick_dtype
 from model import ModelConfig, Transformer
 from quantize import quantize_int4, quantize_int8

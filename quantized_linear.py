@@ -249,8 +249,6 @@ def pack(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
 
     dtype: of the activations, and of what `unpacked` returns.
     """
-    if device.type == "cpu":
-        cpu_kernels.load()
     linears = [m for m in module.modules() if isinstance(m, QuantizedLinear) and not m.route]
     if linears and device.type == "cuda":
         register_kernels()

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import torch
 
+from cli import note
 from engine import Decoder
-from generate import choice_gap, note
+from generate import choice_gap
 from peers import Run
 from sampling import SamplingConfig
 

@@ -22,7 +22,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as JsonTokenizer
 
 import engine as engine_module
-import generate
+import text as text_module
 from checkpoint import TensorSpec, read_checkpoint, write_checkpoint
 from cli import run
 from convert_hf_checkpoint import convert
@@ -1166,7 +1166,7 @@ MISUSES = [
 @pytest.mark.parametrize(("argv", "words"), MISUSES, ids=str)
 def test_misuse_is_one_line_before_anything_is_loaded(refused, monkeypatch, tmp_path, argv, words):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(generate, "load_target", None)
+    monkeypatch.setattr(text_module, "load_target", None)
     refused(words, *argv)
 
 
@@ -1504,7 +1504,7 @@ def test_the_missing_demo_model_names_its_command(tmp_path, monkeypatch, capfd):
 
 
 def test_what_does_not_fit_in_memory_is_refused_before_it_is_loaded(refused, monkeypatch):
-    monkeypatch.setattr(generate, "available_memory", lambda device: 10**6)
+    monkeypatch.setattr(text_module, "available_memory", lambda device: 10**6)
     refused(("GB", "quantize.py", "--max_seq_length"), "--prompt_ids", "5")
 
 

@@ -23,6 +23,15 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from acceptance import (
+    Recording,
+    depth_and_rank,
+    dynamic_acceptance,
+    likely_paths,
+    lookup_acceptance,
+    paths_acceptance,
+    record,
+)
 from checkpoint import atomic_file
 from eagle_draft import (
     EAGLE1_PATHS,
@@ -150,185 +159,6 @@ def head_costs(
     path, last = torch.arange(6, device=device), torch.tensor([2], device=device)
     learn = seconds(lambda: drafter.learn(features, path, path, length, last, slots), device)
     return Costs({}, levels, first, learn)
-
-
-# ---------------------------------------------------------------- acceptance
-
-
-@dataclass(frozen=True)
-class Recording:
-    """What the head guessed in R rounds of the probe tree, and which of it came true. M candidates,
-    L levels.
-
-    scores: fp64 [R, M]; parents: int64 [R, M], flat; truth: int64 [R, L], flat index of the true
-    token's candidate at each depth, -1 from the first depth at which the recorded candidates miss
-    it. texts: prompt and answer ids, with the prompt's length.
-    """
-
-    tree: Tree
-    scores: np.ndarray
-    parents: np.ndarray
-    truth: np.ndarray
-    texts: list[tuple[list[int], int]]
-
-    @property
-    def ranks(self) -> np.ndarray:
-        """int64 [R, L]: the rank of the true token among its siblings; -1 where it was missed."""
-        return np.where(self.truth < 0, -1, self.truth % self.tree.top_k)
-
-
-def record(
-    decoder: Decoder, prompts: list[list[int]], budget: int, sampling: SamplingConfig
-) -> Recording:
-    """Decode with a dynamic tree, eyes on every candidate. Rounds too close to a text's end tell
-    nothing: dropped.
-    """
-    tree, drafter, seen = decoder.tree, decoder.drafter, []
-    select = drafter.select
-
-    def spy(
-        tokens: torch.Tensor, scores: torch.Tensor, parents: torch.Tensor, *rest: int
-    ) -> object:
-        seen.append((decoder.length.clone(), tokens.clone(), scores.clone(), parents.clone()))
-        return select(tokens, scores, parents, *rest)
-
-    drafter.select = spy
-    rows, texts = [], []
-    decoder.sampling.set(sampling)
-    for ids in prompts:
-        seen.clear()
-        text = decode_unlaunched(decoder, ids, budget + tree.levels, sampling.kind)
-        texts.append((text, len(ids)))
-        for length, *round_ in seen:
-            ahead = text[int(length) + 1 :][: tree.levels]
-            if len(ahead) == tree.levels:
-                tokens, scores, parents = (tensor.cpu().numpy() for tensor in round_)
-                rows.append(
-                    (scores.astype(np.float64), parents, true_path(tree, tokens, parents, ahead))
-                )
-    drafter.select = select
-    scores, parents, truth = (np.array(column) for column in zip(*rows, strict=True))
-    return Recording(tree, scores, parents, truth, texts)
-
-
-@torch.inference_mode()
-def decode_unlaunched(decoder: Decoder, ids: list[int], budget: int, kind: str) -> list[int]:
-    """Decode by plain calls of the round, without a graph, past any stop token. Returns prompt and
-    answer.
-    """
-    decoder.cached = []
-    text = [*ids, decoder.prefill(ids, 0, kind)]
-    while (
-        len(text) < len(ids) + budget and len(text) + decoder.tree.levels < decoder.max_seq_length
-    ):
-        decoder.round(decoder.slots(len(text) + decoder.reach), kind)
-        count, *tokens = decoder.report.tolist()
-        text += tokens[:count]
-    return text
-
-
-def true_path(tree: Tree, tokens: np.ndarray, parents: np.ndarray, ahead: list[int]) -> list[int]:
-    """Flat index of the candidate that is true at each depth, -1 from the first miss on."""
-    path, parent = [], -1
-    for level, token in enumerate(ahead, start=1):
-        start = tree.block(level)
-        block = slice(start, start + (tree.top_k if level == 1 else tree.beam * tree.top_k))
-        found = np.flatnonzero((tokens[block] == token) & (parents[block] == parent))
-        if not len(found):
-            return path + [-1] * (len(ahead) - len(path))
-        parent = start + int(found[0])
-        path.append(parent)
-    return path
-
-
-def paths_acceptance(recording: Recording, paths: Iterable[Iterable[int]]) -> float:
-    """Mean accepted nodes of a static tree given by its rank paths."""
-    kept = {tuple(path) for path in paths}
-    return float(np.mean([accepted_depth(ranks, kept) for ranks in recording.ranks.tolist()]))
-
-
-def accepted_depth(ranks: list[int], kept: set[tuple[int, ...]]) -> int:
-    """How far the true path stays inside the tree."""
-    depth = 0
-    while depth < len(ranks) and tuple(ranks[: depth + 1]) in kept:
-        depth += 1
-    return depth
-
-
-def dynamic_acceptance(
-    recording: Recording, top_k: int, levels: int, nodes: Iterable[int]
-) -> dict[int, float]:
-    """Mean accepted nodes of dynamic trees of several sizes, by selecting again from what was
-    recorded.
-    """
-    tree, scores = recording.tree, recording.scores
-    count = scores.shape[0]
-    rank = np.arange(scores.shape[1]) % tree.top_k
-    allowed = np.zeros(scores.shape, dtype=bool)
-    beam = np.zeros(scores.shape, dtype=bool)
-    for level in range(1, levels + 1):
-        start = tree.block(level)
-        block = np.arange(start, start + (tree.top_k if level == 1 else tree.beam * tree.top_k))
-        grown = np.broadcast_to(rank[block] < top_k, (count, len(block)))
-        if level > 1:
-            grown = grown & np.take_along_axis(beam, recording.parents[:, block], 1)
-        allowed[:, block] = grown
-        best = np.argsort(np.where(grown, -scores[:, block], np.inf), axis=1, kind="stable")[
-            :, :top_k
-        ]
-        expanded = np.zeros_like(grown)
-        np.put_along_axis(expanded, best, True, 1)
-        beam[:, block] = expanded & grown
-    order = np.argsort(np.where(allowed, -scores, np.inf), axis=1, kind="stable")
-    place = np.argsort(order, axis=1)  # of every candidate in the order of selection
-    truth = recording.truth[:, :levels]
-    at = np.where(truth < 0, 0, truth)
-    usable = (truth >= 0) & np.take_along_axis(allowed, at, 1)
-    places = np.where(usable, np.take_along_axis(place, at, 1), place.shape[1])
-    return {n: float((places < n - 1).cumprod(1).sum(1).mean()) for n in nodes}
-
-
-def lookup_acceptance(recording: Recording, count: int) -> float:
-    """Mean accepted tokens of `lookup:count`, by running it over the texts as decoding would."""
-    from lookup_draft import look_up  # only here, so that a reader meets it where it is used
-
-    total = rounds = 0
-    for text, prompt in recording.texts:
-        history = torch.tensor([-1, *text[1:]])
-        slots = torch.arange(len(text))
-        at = prompt
-        while at + count < len(text):
-            guesses = look_up(history, torch.tensor([at]), slots, count).tolist()
-            ahead = text[at + 1 : at + 1 + count]
-            good = next((i for i in range(count) if guesses[i] != ahead[i]), count)
-            total, rounds, at = total + good, rounds + 1, at + good + 1
-    return total / max(rounds, 1)
-
-
-def likely_paths(recording: Recording, nodes: int, levels: int) -> list[list[int]]:
-    """The `nodes - 1` rank paths that are most often true, by the measured share of each rank at
-    each depth.
-    """
-    ranks = recording.ranks
-    share = []
-    for depth in range(levels):
-        reached = ranks[:, depth][(ranks[:, :depth] >= 0).all(1)]
-        counts = np.bincount(reached[reached >= 0], minlength=recording.tree.top_k)
-        share.append(counts / max(len(reached), 1))
-    ready = [((rank,), float(share[0][rank])) for rank in range(recording.tree.top_k)]
-    chosen: list[list[int]] = []
-    while ready and len(chosen) < nodes - 1:
-        ready.sort(key=lambda item: (-item[1], item[0]))
-        path, value = ready.pop(0)
-        if value <= 0:
-            break
-        chosen.append(list(path))
-        if len(path) < levels:
-            following = share[len(path)]
-            ready += [
-                ((*path, rank), value * float(following[rank])) for rank in range(len(following))
-            ]
-    return chosen
 
 
 # ---------------------------------------------------------------- the choice
@@ -540,17 +370,6 @@ def decide(
     report["paths"] = [list(path) for path in paths] if paths else None
     break_even = max(racers[best + 1].round_s / plain.round_s, 1.0)
     return Choice(chosen[best].tree, raced[best]["gain"], break_even, report)
-
-
-def depth_and_rank(recording: Recording) -> list[list[float]]:
-    """[L][K]: share of all rounds in which the true path reached this depth by a child of this
-    rank.
-    """
-    ranks, width = recording.ranks, recording.tree.top_k
-    return [
-        (np.bincount(column[column >= 0], minlength=width) / max(len(column), 1)).round(4).tolist()
-        for column in ranks.T
-    ]
 
 
 # ---------------------------------------------------------------- remembering

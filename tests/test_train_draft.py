@@ -18,6 +18,7 @@ from torch import nn
 
 import train_draft
 from checkpoint import TensorSpec, read_checkpoint, write_checkpoint
+from draft_build import borrow, build_head, head_config
 from draft_data import Conversation, read_conversations, tokenise
 from draft_unroll import Batch, Settings, Teacher, Unrolled, UnrolledAttention, ahead
 from eagle_draft import DraftHead, chain, dynamic_tree
@@ -28,7 +29,6 @@ from quantize import quantize_checkpoint
 from quantized_linear import Int8Linear
 from sampling import SamplingConfig
 from tokenizer import load_tokenizer
-from train_draft import borrow, build_head, head_config
 
 VOCAB, ROOT = 300, Path(__file__).parent.parent
 TEMPLATE = (

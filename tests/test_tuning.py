@@ -18,12 +18,14 @@ from tiny import (
     table_model,
 )
 
+import acceptance
 import tuning
-from eagle_draft import EAGLE1_PATHS, NO_TREE, dynamic_tree, parse_tree
+from acceptance import Recording
+from eagle_draft import EAGLE1_PATHS, NO_TREE, dynamic_tree, parse_tree, static_tree
 from engine import Decoder
 from generate import load, main
 from sampling import SamplingConfig
-from tuning import Candidate, Choice, Costs, Racer, Recording
+from tuning import Candidate, Choice, Costs, Racer
 
 PROMPTS = [[1, 2, 3], [5, 6, 9, 2], [7, 3]]
 GREEDY = SamplingConfig()
@@ -41,7 +43,7 @@ def noisy_pair():
 def recording() -> Recording:
     model, head = noisy_pair()
     decoder = Decoder(model, 400, head, dynamic_tree(24, 5, 6), compile=False)
-    return tuning.record(decoder, PROMPTS, 100, SamplingConfig(1.0, seed=3))
+    return acceptance.record(decoder, PROMPTS, 100, SamplingConfig(1.0, seed=3))
 
 
 def measured(tree, sampling, budget=100) -> float:
@@ -59,18 +61,18 @@ def measured(tree, sampling, budget=100) -> float:
 def test_recorded_acceptance_foretells_that_of_real_decoding(recording, text):
     tree = parse_tree(text)
     if text.startswith("dynamic"):
-        foretold = tuning.dynamic_acceptance(recording, tree.top_k, tree.levels, [tree.nodes])[
+        foretold = acceptance.dynamic_acceptance(recording, tree.top_k, tree.levels, [tree.nodes])[
             tree.nodes
         ]
     else:
         paths = EAGLE1_PATHS if text == "static" else [[0], [0, 0], [0, 0, 0]]
-        foretold = tuning.paths_acceptance(recording, paths)
+        foretold = acceptance.paths_acceptance(recording, paths)
     assert foretold == pytest.approx(measured(tree, SamplingConfig(1.0, seed=3)), abs=0.4)
 
 
 def test_the_probe_tree_is_selected_again_exactly(recording):
     """The recorded rounds really accepted what counting says the same tree would."""
-    again = tuning.dynamic_acceptance(recording, 6, 5, [24])[24]
+    again = acceptance.dynamic_acceptance(recording, 6, 5, [24])[24]
     model, head = noisy_pair()
     decoder, accepted = Decoder(model, 400, head, dynamic_tree(24, 5, 6), compile=False), []
     decoder.sampling.set(SamplingConfig(1.0, seed=3))
@@ -95,16 +97,16 @@ def test_lookup_acceptance_equals_that_of_real_decoding():
     decoder = Decoder(model, 400, head, parse_tree("lookup:3"), compile=False)
     runs = [decode(decoder, ids, 120) for ids in ([3, 1, 4], [9, 2, 6, 5])]
     real = sum(r.stats.emitted for r in runs) / sum(r.stats.rounds for r in runs) - 1
-    assert tuning.lookup_acceptance(recording, 3) == pytest.approx(real, abs=0.1)
+    assert acceptance.lookup_acceptance(recording, 3) == pytest.approx(real, abs=0.1)
 
 
 def test_likely_paths_are_a_tree_of_the_most_frequent_ranks(recording):
-    paths = tuning.likely_paths(recording, 12, 4)
+    paths = acceptance.likely_paths(recording, 12, 4)
     known = {tuple(path) for path in paths}
     assert len(paths) <= 11 and [0] in paths
     assert all(path[:-1] in known for path in known if len(path) > 1)
     shares = [
-        tuning.paths_acceptance(recording, tuning.likely_paths(recording, n, 4))
+        acceptance.paths_acceptance(recording, acceptance.likely_paths(recording, n, 4))
         for n in (2, 4, 8, 16)
     ]
     assert shares == sorted(shares)
@@ -202,7 +204,7 @@ def test_a_small_draft_vocabulary_bounds_the_trees():
 
 def test_a_tuned_static_tree_survives_the_file(tmp_path):
     paths = [[0], [1], [0, 0]]
-    tree = tuning.static_tree(paths, "static:nodes=4 (tuned)")
+    tree = static_tree(paths, "static:nodes=4 (tuned)")
     choice = Choice(tree, 1.5, 1.2, {"race": [], "paths": paths})
     checkpoint = tmp_path / "t.safetensors"
     tuning.keep(checkpoint, "a", choice)

@@ -2,18 +2,21 @@
 //
 // Libraries are tuned for many rows and lose most of a core's speed at 2 to 64 of them, which is
 // where a draft tree lives. Here a weight is read from memory once, whatever the number of rows.
-// Every sum is taken in one fixed order: a row's result does not depend on the rows beside it, so
-// a tree gives the very numbers that plain decoding gives. The order is written out (compilers are
-// told not to fuse or to reorder). cpu_kernels.py compiles and loads this.
+// Every sum is taken in one fixed order, so a row's result does not depend on the rows beside it: of
+// these operators a tree gets the very numbers that plain decoding gets. The order is written out,
+// and the compiler is told not to fuse or to reorder. cpu_kernels.py compiles and loads this.
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/Exception.h>
 
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <initializer_list>
 #include <vector>
 
 #if defined(__AVX2__)
@@ -32,11 +35,23 @@ namespace {
 
 using torch::stable::Tensor;
 
+// The operators take what is said above them, and nothing else.
+void check(const Tensor& t, torch::headeronly::ScalarType type, std::initializer_list<long> sizes) {
+  bool good = t.scalar_type() == type && t.is_contiguous() && t.dim() == static_cast<long>(sizes.size());
+  long at = 0;
+  for (long size : sizes) good = good && (size < 0 || t.size(at) == size), at++;
+  STD_TORCH_CHECK(good, "talon: a tensor has another dtype, shape or layout than its operator takes");
+}
+
+constexpr auto FP32 = torch::headeronly::ScalarType::Float, BF16 = torch::headeronly::ScalarType::BFloat16;
+constexpr auto INT8 = torch::headeronly::ScalarType::Char, UINT8 = torch::headeronly::ScalarType::Byte;
+constexpr auto BOOL = torch::headeronly::ScalarType::Bool;
+
 // ---------------------------------------------------------------- floating point
 // A task is OUTS rows of the weight, which stay in the first cache while the rows of x pass by in
 // blocks: a block's sums fill the vector registers. Compilers vectorise this badly by themselves.
 
-#if defined(__AVX512F__)
+#if defined(__AVX512F__) && defined(__AVX512DQ__)
 constexpr int LANES = 16, ROWS = 6;
 typedef __m512 Vector;
 inline Vector zero() { return _mm512_setzero_ps(); }
@@ -44,11 +59,6 @@ inline Vector all(float x) { return _mm512_set1_ps(x); }
 inline Vector load(const float* p) { return _mm512_loadu_ps(p); }
 inline void store(float* p, Vector v) { _mm512_storeu_ps(p, v); }
 inline Vector fma(Vector a, Vector b, Vector c) { return _mm512_fmadd_ps(a, b, c); }
-inline Vector exp_part(Vector r) {  // e^r for |r| <= ln 2 / 2: Taylor's terms to the seventh
-  Vector p = all(1 / 5040.f);
-  for (float term : {1 / 720.f, 1 / 120.f, 1 / 24.f, 1 / 6.f, 0.5f, 1.f, 1.f}) p = fma(p, r, all(term));
-  return p;
-}
 inline void store_sums(float* p, Vector a, Vector b, Vector c, Vector d) {
   const Vector ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
   const Vector cd = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
@@ -61,10 +71,8 @@ inline Vector larger(Vector a, Vector b) { return _mm512_max_ps(a, b); }
 inline Vector add(Vector a, Vector b) { return _mm512_add_ps(a, b); }
 inline Vector divide(Vector a, Vector b) { return _mm512_div_ps(a, b); }
 inline float largest(Vector v) { return _mm512_reduce_max_ps(v); }
-inline Vector exp(Vector x) {  // for x <= 0, to 2e-7 relative
-  const Vector n = _mm512_roundscale_ps(_mm512_mul_ps(x, all(1.44269504f)), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-  return _mm512_scalef_ps(exp_part(fma(n, all(1.42860677e-6f), fma(n, all(-0.693148612976f), x))), n);
-}
+inline Vector nearest(Vector x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+inline Vector times_power(Vector x, Vector n) { return _mm512_scalef_ps(x, n); }
 inline __m128i bytes(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }
 inline Vector widen(const int8_t* p) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes(p))); }
 struct Group {  // its 16 values fill one vector, in which the halves of the bytes are looked up
@@ -85,11 +93,6 @@ inline Vector all(float x) { return _mm256_set1_ps(x); }
 inline Vector load(const float* p) { return _mm256_loadu_ps(p); }
 inline void store(float* p, Vector v) { _mm256_storeu_ps(p, v); }
 inline Vector fma(Vector a, Vector b, Vector c) { return _mm256_fmadd_ps(a, b, c); }
-inline Vector exp_part(Vector r) {  // e^r for |r| <= ln 2 / 2: Taylor's terms to the seventh
-  Vector p = all(1 / 5040.f);
-  for (float term : {1 / 720.f, 1 / 120.f, 1 / 24.f, 1 / 6.f, 0.5f, 1.f, 1.f}) p = fma(p, r, all(term));
-  return p;
-}
 inline void store_sums(float* p, Vector a, Vector b, Vector c, Vector d) {
   const Vector four = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
   _mm_storeu_ps(p, _mm_add_ps(_mm256_castps256_ps128(four), _mm256_extractf128_ps(four, 1)));
@@ -102,11 +105,9 @@ inline float largest(Vector v) {
   store(lane, v);
   return *std::max_element(lane, lane + LANES);
 }
-inline Vector exp(Vector x) {  // for x <= 0, to 2e-7 relative
-  x = larger(x, all(-87));
-  const Vector n = _mm256_round_ps(_mm256_mul_ps(x, all(1.44269504f)), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-  const Vector part = exp_part(fma(n, all(1.42860677e-6f), fma(n, all(-0.693148612976f), x)));
-  return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(part), _mm256_slli_epi32(_mm256_cvtps_epi32(n), 23)));
+inline Vector nearest(Vector x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+inline Vector times_power(Vector x, Vector n) {
+  return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(x), _mm256_slli_epi32(_mm256_cvtps_epi32(n), 23)));
 }
 inline __m128i bytes(const void* p) { return _mm_loadl_epi64(static_cast<const __m128i*>(p)); }
 inline Vector widen(const int8_t* p) { return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes(p))); }
@@ -144,7 +145,8 @@ inline Vector add(Vector a, Vector b) { return each([&](int i) { return a.lane[i
 inline Vector divide(Vector a, Vector b) { return each([&](int i) { return a.lane[i] / b.lane[i]; }); }
 inline Vector larger(Vector a, Vector b) { return each([&](int i) { return std::max(a.lane[i], b.lane[i]); }); }
 inline float largest(Vector v) { return *std::max_element(v.lane, v.lane + LANES); }
-inline Vector exp(Vector x) { return each([&](int i) { return std::exp(x.lane[i]); }); }
+inline Vector nearest(Vector x) { return each([&](int i) { return std::nearbyint(x.lane[i]); }); }
+inline Vector times_power(Vector x, Vector n) { return each([&](int i) { return std::ldexp(x.lane[i], static_cast<int>(n.lane[i])); }); }
 inline Vector widen(const int8_t* p) { return each([=](int i) { return static_cast<float>(p[i]); }); }
 struct Group {
   float scale, base;
@@ -239,6 +241,7 @@ Tensor multiply(const Tensor& x, long O, const float* scale, RowsOf rows) {
 
 // x fp32 [T, K], weight fp32 [O, K] -> fp32 [T, O]
 Tensor fp32_rows(Tensor x, Tensor weight) {
+  check(x, FP32, {-1, weight.size(1)}), check(weight, FP32, {-1, -1});
   const float* w = static_cast<const float*>(weight.const_data_ptr());
   const long K = x.size(1);
   return multiply<true>(x, weight.size(0), nullptr, [=](long o, int, float*) { return w + o * K; });
@@ -246,6 +249,7 @@ Tensor fp32_rows(Tensor x, Tensor weight) {
 
 // x fp32 [T, K], weight int8 [O, K], scales fp32 [O] -> fp32 [T, O]
 Tensor int8_rows(Tensor x, Tensor weight, Tensor scales) {
+  check(x, FP32, {-1, weight.size(1)}), check(weight, INT8, {-1, -1}), check(scales, FP32, {weight.size(0)});
   const int8_t* w = static_cast<const int8_t*>(weight.const_data_ptr());
   const float* scale = static_cast<const float*>(scales.const_data_ptr());
   const long K = x.size(1);
@@ -271,6 +275,8 @@ inline float bf16(uint16_t bits) {
 // x fp32 [T, K], weight uint8 [O, K/2], scales and zeros bf16 [O, K/groupsize] -> fp32 [T, O]
 // Byte j of a group holds step j in its low half and step j + groupsize/2 in its high half.
 Tensor int4_rows(Tensor x, Tensor weight, Tensor scales, Tensor zeros, int64_t groupsize) {
+  check(x, FP32, {-1, 2 * weight.size(1)}), check(weight, UINT8, {-1, -1});
+  for (const Tensor& t : {scales, zeros}) check(t, BF16, {weight.size(0), x.size(1) / groupsize});
   const uint8_t* w = static_cast<const uint8_t*>(weight.const_data_ptr());
   const uint16_t* scale = static_cast<const uint16_t*>(scales.const_data_ptr());
   const uint16_t* zero_of = static_cast<const uint16_t*>(zeros.const_data_ptr());
@@ -338,18 +344,31 @@ void weigh_block(int rows, const float* p, long width, const float* v, long S, l
   if constexpr (R > 1) weigh_block<R - 1>(rows, p, width, v, S, D, y);
 }
 
-// e^(score - largest score) of the slots seen, 0 elsewhere; `width` is a multiple of LANES.
+// e^x for x from -87 to 0, to 2e-7 relative: 2^n e^r, e^r by Taylor's terms to the seventh
+inline Vector exp(Vector x) {
+  const Vector n = nearest(fma(x, all(1.44269504f), zero()));
+  const Vector r = fma(n, all(1.42860677e-6f), fma(n, all(-0.693148612976f), x));  // x - n ln 2
+  Vector p = all(1 / 5040.f);
+  for (float term : {1 / 720.f, 1 / 120.f, 1 / 24.f, 1 / 6.f, 0.5f, 1.f, 1.f}) p = fma(p, r, all(term));
+  return times_power(p, n);
+}
+
+// e^(score - largest score) of the slots seen, exactly 0 elsewhere; `width` is a multiple of LANES.
 void weights_of(float* scores, const bool* seen, long S, long width) {
-  Vector top = all(-INFINITY);
+  const float lowest = -3e38f;
   for (long s = 0; s < width; s++)
-    if (s >= S || !seen[s]) scores[s] = -INFINITY;
+    if (s >= S || !seen[s]) scores[s] = lowest;
+  Vector top = all(lowest);
   for (long s = 0; s < width; s += LANES) top = larger(top, load(scores + s));
   const Vector most = all(-largest(top));
-  for (long s = 0; s < width; s += LANES) store(scores + s, exp(add(load(scores + s), most)));
+  for (long s = 0; s < width; s += LANES) store(scores + s, exp(larger(add(load(scores + s), most), all(-87))));
+  for (long s = 0; s < width; s++)
+    if (s >= S || !seen[s]) scores[s] = 0;
 }
 
 // q fp32 [T, H, D], kv fp32 [2, G, R, D], mask bool [T, S] -> fp32 [T, H * D]
 Tensor attend(Tensor q, Tensor kv, Tensor mask) {
+  check(q, FP32, {-1, -1, -1}), check(kv, FP32, {2, -1, -1, q.size(2)}), check(mask, BOOL, {q.size(0), -1});
   const long T = q.size(0), H = q.size(1), D = q.size(2), G = kv.size(1), depth = kv.size(2), S = mask.size(1);
   Tensor y = torch::stable::new_empty(q, {T, H * D});
   const float* queries = static_cast<const float*>(q.const_data_ptr());
@@ -401,6 +420,7 @@ Tensor attend(Tensor q, Tensor kv, Tensor mask) {
 #ifdef TALON_VNNI
 
 constexpr long BLOCK = 16, UNIT = 4 * BLOCK;
+constexpr float TINY = 1e-30f;  // as in quantized_linear.py
 
 struct Steps {  // rows of activations as int8, each with 128 times its sum; the scales of x's rows
   std::vector<int8_t> steps;
@@ -408,10 +428,11 @@ struct Steps {  // rows of activations as int8, each with 128 times its sum; the
   std::vector<float> scales;
   std::vector<float> sums;  // for groups: [T, groups], of the steps of a group of a row of x
 
-  void reserve(size_t rows, size_t K) {  // only grows, so that a round allocates nothing
+  void reserve(size_t rows, size_t K, size_t groups) {  // only grows: a round allocates nothing
     steps.resize(std::max(steps.size(), rows * K));
     shifts.resize(std::max(shifts.size(), rows));
     scales.resize(std::max(scales.size(), rows));
+    sums.resize(std::max(sums.size(), rows * groups));
   }
 };
 
@@ -425,7 +446,7 @@ void round_row(Steps& to, const float* x, long t, long T, long K, long padded, i
   };
   __m512 top = _mm512_setzero_ps();
   for (long k = 0; k < K; k += 16) top = _mm512_max_ps(top, _mm512_abs_ps(part(k)));
-  const float scale = std::max(_mm512_reduce_max_ps(top), 1e-30f) / (planes == 2 ? 127 * 256 : 127);
+  const float scale = std::max(_mm512_reduce_max_ps(top), TINY) / (planes == 2 ? 127 * 256 : 127);
   __m512i total = _mm512_setzero_si512(), low_total = total;
   for (long k = 0; k < padded; k += 16) {
     __m512i step = _mm512_cvtps_epi32(_mm512_div_ps(part(k), _mm512_set1_ps(scale)));
@@ -444,15 +465,19 @@ void round_row(Steps& to, const float* x, long t, long T, long K, long padded, i
   if (planes == 2) to.shifts[T + t] = 128 * _mm512_reduce_add_epi32(low_total);
 }
 
+inline __m512i four_steps(const int8_t* at) {
+  int32_t four;
+  std::memcpy(&four, at, 4);
+  return _mm512_set1_epi32(four);
+}
+
 // sums [R, UNIT] of R rows with a unit of outputs
 template <int R>
 void dot_vnni(const int8_t* steps, long K, const uint8_t* w, int32_t* sums) {
   __m512i total[R][4] = {};
   for (long k = 0; k < K; k += 4) {
     for (int r = 0; r < R; r++) {
-      int32_t four;
-      std::memcpy(&four, steps + r * K + k, 4);
-      const __m512i x = _mm512_set1_epi32(four);
+      const __m512i x = four_steps(steps + r * K + k);
       for (int b = 0; b < 4; b++)
         total[r][b] = _mm512_dpbusd_epi32(total[r][b], _mm512_loadu_si512(w + (b * K + k) * BLOCK), x);
     }
@@ -526,17 +551,19 @@ void dot_unit(bool amx, const int8_t* x, long T, long K, const uint8_t* w, int32
 // x fp32 [T, K], weight uint8 [Op/16, Kp/4, 16, 4], scales fp32 [O] -> fp32 [T, O]. x is rounded row
 // by row, to 8 bits (1 plane) or 16 (2 planes). `amx` chooses instructions; the result is the same.
 Tensor integer_rows(Tensor x, Tensor weight, Tensor scales, int64_t planes, bool amx) {
+  check(x, FP32, {-1, -1}), check(weight, UINT8, {-1, -1, 16, 4}), check(scales, FP32, {-1});
   const long T = x.size(0), K = x.size(1), O = scales.size(0), padded = 4 * weight.size(1), R = planes * T;
   Tensor y = torch::stable::new_empty(x, {T, O});
   const float* from = static_cast<const float*>(x.const_data_ptr());
   const uint8_t* w = static_cast<const uint8_t*>(weight.const_data_ptr());
   const float* scale = static_cast<const float*>(scales.const_data_ptr());
   float* to = static_cast<float*>(y.mutable_data_ptr());
+  if (!T) return y;
   static thread_local Steps own;
   Steps& rows = own;  // this thread's, for all of them
   const long table = (R + 31) / 32 * 32;
-  rows.reserve(table, padded);
-  torch::stable::parallel_for(0, T, std::max(1L, 16384 / K), [&](int64_t begin, int64_t end) {
+  rows.reserve(table, padded, 0);
+  torch::stable::parallel_for(0, T, std::max(1L, 16384 / (K + 1)), [&](int64_t begin, int64_t end) {
     for (long t = begin; t < end; t++) round_row(rows, from, t, T, K, padded, planes);
   });
   const long grain = std::max(1L, 131072 / (UNIT * padded));  // less is not worth a second core
@@ -574,12 +601,6 @@ void sum_groups(Steps& of, long t, long T, long padded, long groups, long groups
     for (long k = g * groupsize; k < (g + 1) * groupsize; k++) sum += 256 * high[k] + low[k];
     of.sums[t * groups + g] = static_cast<float>(sum);
   }
-}
-
-inline __m512i four_steps(const int8_t* at) {
-  int32_t four;
-  std::memcpy(&four, at, 4);
-  return _mm512_set1_epi32(four);
 }
 
 inline __m512 bf16_block(const uint16_t* at) {
@@ -622,6 +643,8 @@ void dot_groups(const Steps& of, long t, long T, long K, long groupsize, const u
 // x fp32 [T, K], weight uint8 [O/16, K/groupsize, groupsize/8, 16, 4], scales and zeros bf16 [O/16,
 // K/groupsize, 16] -> fp32 [T, O]. x is rounded row by row to 16 bits.
 Tensor grouped_rows(Tensor x, Tensor weight, Tensor scales, Tensor zeros) {
+  check(x, FP32, {-1, 8 * weight.size(1) * weight.size(2)}), check(weight, UINT8, {-1, -1, -1, 16, 4});
+  for (const Tensor& t : {scales, zeros}) check(t, BF16, {weight.size(0), weight.size(1), 16});
   const long T = x.size(0), K = x.size(1), blocks = weight.size(0), groups = weight.size(1);
   const long groupsize = K / groups, O = blocks * BLOCK;
   Tensor y = torch::stable::new_empty(x, {T, O});
@@ -630,11 +653,11 @@ Tensor grouped_rows(Tensor x, Tensor weight, Tensor scales, Tensor zeros) {
   const uint16_t* scale = static_cast<const uint16_t*>(scales.const_data_ptr());
   const uint16_t* zero_of = static_cast<const uint16_t*>(zeros.const_data_ptr());
   float* to = static_cast<float*>(y.mutable_data_ptr());
+  if (!T) return y;
   static thread_local Steps own;
   Steps& rows = own;  // this thread's, for all of them
-  rows.reserve(2 * T, K);
-  rows.sums.resize(std::max<size_t>(rows.sums.size(), T * groups));
-  torch::stable::parallel_for(0, T, std::max(1L, 16384 / K), [&](int64_t begin, int64_t end) {
+  rows.reserve(2 * T, K, groups);
+  torch::stable::parallel_for(0, T, std::max(1L, 16384 / (K + 1)), [&](int64_t begin, int64_t end) {
     for (long t = begin; t < end; t++) {
       round_row(rows, from, t, T, K, K, 2);
       sum_groups(rows, t, T, K, groups, groupsize);

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model import (
@@ -378,13 +379,22 @@ def select(
 
 
 def root_children(
-    head: DraftHead, hidden: Tensor, length: Tensor, sampling: SamplingState, kind: str, top_k: int
-) -> tuple[Tensor, Tensor]:
-    """Scores and tokens, [K] each, of the root's children. hidden: [1, C], the head's state at the
-    last entry.
+    head: DraftHead,
+    hidden: Tensor,
+    length: Tensor,
+    sampling: SamplingState,
+    kind: str,
+    sizes: tuple[int, int],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The root's children in the form in which `grow_level` takes a level, so that one compilation
+    serves all levels: scores and tokens [B * K], of which the first K count, and the hidden states
+    [B, C]. hidden: [1, C], the head's state at the last entry. sizes: B and K.
     """
+    beam, top_k = sizes
     scores, tokens = guess(head.logits(hidden), length + 1, head.target_ids, sampling, kind, top_k)
-    return scores[0], tokens[0]
+    more = (0, (beam - 1) * top_k)
+    scores = F.pad(scores[0], more, value=float("-inf"))
+    return scores, F.pad(tokens[0], more), hidden.repeat(beam, 1)
 
 
 def grow_level(
@@ -403,13 +413,13 @@ def grow_level(
     """Run some children of the last level through the head and list their children.
 
     rows: int64 [B], which children; None for those of the highest scores. above: the last level's
-    cumulative scores and tokens [B' * K], the hidden states [B', C] and the slots seen by its
-    nodes, bool [B', M] (which of this round's draft slots hold ancestors). step: int64 [1], depth
-    of the nodes minus one. sizes: B and K. Returns `rows`, and the same four of this level."""
+    cumulative scores and tokens [B * K], its nodes' hidden states [B, C] and the slots they see,
+    bool [B, M] (which of this round's draft slots hold ancestors). step: int64 [1], depth of the
+    nodes minus one. sizes: B and K. Returns `rows`, and the same four of this level."""
     scores, tokens, hidden, seen = above
     beam, top_k = sizes
     rows = best(scores, beam) if rows is None else rows
-    parent = rows // (tokens.shape[0] // hidden.shape[0])
+    parent = rows // top_k
     tokens, hidden, scores, seen = tokens[rows], hidden[parent], scores[rows], seen[parent]
     own = step * beam + torch.arange(beam, device=tokens.device)
     seen = seen | (torch.arange(seen.shape[1], device=tokens.device) == own[:, None])
@@ -492,8 +502,10 @@ class EagleDrafter:
         self.static = tree.keep is not None
         if self.static:
             self.keep = torch.tensor(tree.keep, device=device)
-            self.expand = torch.tensor(tree.expand, device=device).view(tree.levels - 1, tree.beam)
-            flat_parents = self.candidate_parents(list(self.expand))
+            expand = torch.tensor(tree.expand, device=device).view(tree.levels - 1, tree.beam)
+            blocks = [tree.block(level) for level in range(1, tree.levels)]
+            self.expand = expand - torch.tensor(blocks, device=device)[:, None]  # in their level
+            flat_parents = self.candidate_parents(list(expand))
             self.parents = node_parents(self.keep, flat_parents)
             self.ancestors = ancestor_mask(self.parents, tree.levels)
         self.root_children, self.grow_level = compiled(root_children), compiled(grow_level)
@@ -517,19 +529,21 @@ class EagleDrafter:
         [N, N].
         """
         tree = self.tree
-        scores, tokens = self.root_children(
-            self.head, self.hidden, length, sampling, kind, tree.top_k
+        sizes = tree.beam, tree.top_k
+        scores, tokens, hidden = self.root_children(
+            self.head, self.hidden, length, sampling, kind, sizes
         )
-        grown, beams = [(scores, tokens, self.hidden, self.unseen[:1])], []
+        all_scores, all_tokens, beams = [scores[: tree.top_k]], [tokens[: tree.top_k]], []
+        above = scores, tokens, hidden, self.unseen
         for level in range(1, tree.levels):
-            chosen = self.expand[level - 1] - tree.block(level) if self.static else None
-            rows, below = self.grow_level(
-                self.head, chosen, grown[-1], self.steps[level - 1 : level], length, slots,
-                self.table, self.cache.layer(0), sampling, kind, (tree.beam, tree.top_k),
+            rows, above = self.grow_level(
+                self.head, self.expand[level - 1] if self.static else None, above,
+                self.steps[level - 1 : level], length, slots, self.table, self.cache.layer(0),
+                sampling, kind, sizes,
             )  # fmt: skip
-            beams.append(rows + tree.block(level))
-            grown.append(below)
-        all_scores, all_tokens, *_ = zip(*grown, strict=True)
+            all_scores.append(above[0])
+            all_tokens.append(above[1])
+            beams.append(rows if self.static else rows + tree.block(level))
         if self.static:
             drafted = torch.cat(all_tokens)[self.keep]
             return torch.cat((root, drafted)), self.parents, self.ancestors

@@ -188,7 +188,7 @@ def exported_parts(c: DraftConfig, layout: str, name: str) -> dict[str, int | No
 
 def exported(checkpoint: Checkpoint) -> dict[str, TensorSpec]:
     """Our tensors that the layouts have. An EAGLE-1 head guesses with the target's lm_head: which
-    rows of it are worth computing is no part of the published form, and costs the head nothing."""
+    rows of it are worth computing is no part of the published form; the layer is the same."""
     eagle1 = checkpoint.config["family"] == "eagle1"
     return {n: spec for n, spec in checkpoint.specs.items() if not (eagle1 and n == "d2t")}
 

@@ -172,8 +172,15 @@ def fill(
     module.requires_grad_(False).eval()
 
 
-def load_target(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> Transformer:
-    """The model of a target file, its quantised linears swapped in and packed for the device."""
+def load_target(
+    checkpoint: Checkpoint,
+    device: torch.device,
+    dtype: torch.dtype,
+    pack_for: torch.device | None = None,
+) -> Transformer:
+    """The model of a target file, its quantised linears swapped in and packed for the device, or
+    for another one that it will be moved to.
+    """
     config = ModelConfig.from_dict(checkpoint.config)
     with torch.device("meta"):
         model = Transformer(config)
@@ -185,7 +192,7 @@ def load_target(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype
     if tied:
         model.output = nn.Linear(config.dim, config.vocab_size, bias=False, device="meta")
         model.output.weight = model.tok_embeddings.weight
-    pack(model, device, dtype)
+    pack(model, pack_for or device, dtype)
     return model
 
 

@@ -98,7 +98,8 @@ class QuantizedLinear(nn.Module):
 
 
 class Int8Linear(QuantizedLinear):
-    """int8 weights, one scale per output. Activations have 16 bits on a CPU, their own on a GPU."""
+    """int8 weights, one scale per output. Activations are rounded to 16 bits on a CPU with VNNI and
+    stay as they are elsewhere."""
 
     mode = "int8"
     bits = 16
@@ -161,7 +162,8 @@ class Int8DynamicLinear(Int8Linear):
 
 
 class Int4Linear(QuantizedLinear):
-    """4-bit weights in groups along the inputs, each group with a scale and a zero."""
+    """4-bit weights in groups along the inputs, each group with a scale and a zero. Activations as
+    for int8."""
 
     mode = "int4"
 

@@ -1,7 +1,7 @@
 """Text in, text out: a loaded target with its decoder and tokenizer, for programs and for the
 command line.
 
-    from generate import load
+    from generate import load  # or from text
 
     engine = load("talon.safetensors", draft_checkpoint_path="head.safetensors")
     for piece in engine.generate("Why is the sky blue?", max_new_tokens=100):

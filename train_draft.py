@@ -53,7 +53,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add(
         "--checkpoint_path",
         type=Path,
-        default=Path("checkpoints/SmolLM2-135M-Instruct/talon.safetensors"),
+        default=cli.DEMO,
     )
     add("--head", choices=("eagle1", "eagle3"), default="eagle1")
     add(
@@ -117,7 +117,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add(
         "--shard_target",
         action="store_true",
-        help="under torchrun: spread the target's layers over the processes (FSDP)",
+        help="under torchrun: spread the target's layers over the GPUs (FSDP); every process "
+        "holds all of it in CPU memory while loading",
     )
     add("--seed", type=int, default=0)
     add("--log_every", type=int, default=20)
@@ -226,13 +227,15 @@ def prepare(args: argparse.Namespace, rank: int, world: int, device: torch.devic
             f"{args.out} holds a run already: give --resume to go on with it, or another --out"
         )
     args.out.mkdir(parents=True, exist_ok=True)
-    if args.shard_target and (world == 1 or file.quantization or args.data == "self"):
+    makes_data = args.data == "self" or args.regenerate
+    if args.shard_target and (world == 1 or file.quantization or makes_data):
         raise ValueError(
             "--shard_target needs several processes (torchrun), a target that is not quantised, "
-            "and --data FILE: make the conversations in a run without it first"
+            "and --data FILE without --regenerate: make the conversations in a run of its own"
         )
     dtype = torch.bfloat16 if args.dtype == "bf16" else torch.float32
-    model = load_target(file, torch.device("cpu") if args.shard_target else device, dtype)
+    start = torch.device("cpu") if args.shard_target else device
+    model = load_target(file, start, dtype, pack_for=device)
     model.requires_grad_(False)
     if args.shard_target:
         model, args.cache_gib = shard(model, device), 0.0

@@ -53,7 +53,7 @@ BEAMS = (1, 4, 10)  # of a draft level
 NODES = (4, 8, 16, 24, 32, 48, 64)  # of the static and dynamic trees that are considered
 PROBE = {"nodes": 32, "levels": 8, "top_k": 10}  # the tree whose candidates are recorded
 LEAST_GAIN = 1.02  # over plain decoding; less is noise, and plain is simpler
-VERSION = 1
+VERSION = 2  # a stored choice counts for the kernels it was measured with
 SHORTEST = 64  # a context below this leaves nothing to measure: the preset stays
 GREEDY = SamplingConfig()
 

@@ -107,7 +107,9 @@ def compile_region(function: Callable) -> Callable:
     torch._dynamo.config.recompile_limit = (
         256  # an argument of torch.compile in newer releases only
     )
-    return torch.compile(own, fullgraph=True, dynamic=False)
+    # On a CPU the sum of one long row would be split over threads, that of a row among others not:
+    # pieces of at least this many elements keep their numbers equal, and forks few.
+    return torch.compile(own, fullgraph=True, dynamic=False, options={"cpp.min_chunk_size": 16384})
 
 
 class PhaseClock:

@@ -19,7 +19,8 @@ from tiny import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from eagle_draft import Tree, ancestor_mask, parse_tree, static_tree
-from engine import Decoder, full_logits, slow_greedy
+from engine import Decoder, compile_region, full_logits, slow_greedy
+from model import RMSNorm
 from sampling import SamplingConfig
 
 PROMPT = [3, 17, 99, 4]
@@ -481,3 +482,20 @@ def test_compiling_changes_no_near_tie_rule():
     tokens = decode(compiled, PROMPT, 30).tokens
     assert tokens == decode(eager(model), PROMPT, 30).tokens
     assert max(tokens) < 64
+
+
+def test_a_wide_row_is_normed_alike_alone_and_among_others():
+    """Compiled code may split one long sum over threads, but not each of many."""
+    norm, x, before = RMSNorm(8192, 1e-5), torch.randn(5, 8192), torch.get_num_threads()
+
+    def region(rows):
+        return norm(rows)
+
+    torch.set_num_threads(2)
+    try:
+        with torch.inference_mode():
+            compiled = compile_region(region)
+            alone = torch.cat([compiled(row) for row in x.split(1)])
+            assert torch.equal(compiled(x), alone)
+    finally:
+        torch.set_num_threads(before)

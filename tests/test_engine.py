@@ -488,14 +488,14 @@ def test_a_wide_row_is_normed_alike_alone_and_among_others():
     """Compiled code may split one long sum over threads, but not each of many."""
     norm, x, before = RMSNorm(8192, 1e-5), torch.randn(5, 8192), torch.get_num_threads()
 
-    def region(rows):
+    def region(norm, rows):
         return norm(rows)
 
     torch.set_num_threads(2)
     try:
         with torch.inference_mode():
             compiled = compile_region(region)
-            alone = torch.cat([compiled(row) for row in x.split(1)])
-            assert torch.equal(compiled(x), alone)
+            alone = torch.cat([compiled(norm, row) for row in x.split(1)])
+            assert torch.equal(compiled(norm, x), alone)
     finally:
         torch.set_num_threads(before)

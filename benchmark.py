@@ -410,9 +410,6 @@ def compare(args: Namespace, argv: list[str]) -> int:
     """The side-by-side measurement. Returns the exit code."""
     names = wanted_peers(args)
     prompts, skipped = read_prompts(args)
-    if args.out is not None:
-        args.out.mkdir(parents=True, exist_ok=True)
-        (args.out / "cells.jsonl").write_text("", encoding="utf-8")
     loaded = load_all(args)
     device, model = pick_device(args.device), loaded[0].model
     need = max(map(len, prompts)) + args.max_new_tokens + 1
@@ -435,6 +432,9 @@ def compare(args: Namespace, argv: list[str]) -> int:
         args.peers != "auto",
     )
     cells, interrupted, curves = [], False, []
+    if args.out is not None:  # only now: until here anything may still be refused
+        args.out.mkdir(parents=True, exist_ok=True)
+        (args.out / "cells.jsonl").write_text("", encoding="utf-8")
     try:
         for cell in measure(
             methods, prompts, args, stop_ids, args.out / "cells.jsonl" if args.out else None

@@ -52,6 +52,15 @@ def abandon_stdout() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+def one_line(error: Exception) -> str:
+    """A mistake in one line. What the system refused has a path and a reason, but no advice."""
+    reason = getattr(error, "strerror", None)
+    if not reason:
+        return " ".join(str(error).split())
+    where = f"{error.filename}: " if error.filename else ""
+    return f"{where}{reason}: check the path, its permissions and the free space"
+
+
 def run(main: Callable[[], int]) -> NoReturn:
     """Run a command's main and leave with its exit code; a user's mistake never becomes a
     traceback.
@@ -64,7 +73,7 @@ def run(main: Callable[[], int]) -> NoReturn:
         abandon_stdout()
         if isinstance(error, BrokenPipeError):  # the reader left, as in `| head`
             sys.exit(0)
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"error: {one_line(error)}", file=sys.stderr)
         code = 2
     except KeyboardInterrupt:
         print(file=sys.stderr)

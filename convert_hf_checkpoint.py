@@ -411,9 +411,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         "--format", choices=EXPORT_FORMATS, help="of the exported directory (eagle)"
     )
     args = parser.parse_args(argv)
-    if args.export and not args.out:
+    if args.export is not None and not args.out:
         parser.error("--export needs --out DIR")
-    if args.export and args.dtype:
+    if args.export is not None and args.dtype:
         parser.error("--dtype belongs to --checkpoint_dir; an export keeps the head's dtype")
     if args.checkpoint_dir and args.format:
         parser.error("--format belongs to --export; the format of a source is recognised")
@@ -424,7 +424,7 @@ def main(argv: list[str] | None = None) -> int:
     """Exit code: 0, 2 for bad input (one line on standard error), 130 when interrupted."""
     args = parse_args(argv)
     try:
-        if args.export:
+        if args.export is not None:
             print(export_head(args.export, args.out, args.format or "eagle"))
         else:
             print(convert(args.checkpoint_dir, args.out, args.dtype or "keep"))

@@ -26,10 +26,10 @@ MOST_INPUTS = 65793  # 255 * 128 * inputs must fit 32 bits
 def attempt() -> int | str:
     """Compile and register the operators: what integers may use (2 AMX, 1 VNNI, 0 neither), or why
     there are none."""
-    from torch._inductor.codecache import CppCodeCache
-    from torch._inductor.cpp_builder import is_gcc
-
     try:
+        from torch._inductor.codecache import CppCodeCache
+        from torch._inductor.cpp_builder import is_gcc
+
         source = SOURCE.read_text(encoding="utf-8")
         # What is kept on disk belongs to this kind of CPU: -march=native says nothing about it.
         cpu = hashlib.sha256(repr(sorted(torch.cpu.get_capabilities().items())).encode())

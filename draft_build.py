@@ -38,7 +38,9 @@ def draft_vocabulary(data: list[Conversation], vocab_size: int, size: int) -> Te
 def head_config(target: ModelConfig, settings: Settings) -> DraftConfig:
     """A head of the target's own sizes; layers and RoPE as decoding finds them."""
     t, eagle3 = target, settings.head == "eagle3"
-    size = settings.draft_vocab_size or (t.vocab_size if t.vocab_size <= 32768 else 32000)
+    size = settings.draft_vocab_size
+    if size is None:
+        size = t.vocab_size if t.vocab_size <= 32768 else 32000
     if not 1 <= size <= t.vocab_size:
         raise ValueError(
             f"draft_vocab_size {size} is not allowed: give 1 to {t.vocab_size}, "

@@ -444,7 +444,7 @@ def messages_of(row: dict) -> list[dict] | str:
     for turn in turns:
         role = turn.get("role", turn.get("from")) if isinstance(turn, dict) else None
         content = turn.get("content", turn.get("value")) if isinstance(turn, dict) else None
-        if role not in ROLES or not isinstance(content, str):
+        if not isinstance(role, str) or role not in ROLES or not isinstance(content, str):
             return "unknown role"
         messages.append({"role": ROLES[role], "content": content})
     while (
@@ -459,8 +459,12 @@ def conversation_of(
 ) -> Conversation | str:
     """One line of a data file, ours or another's, or why it cannot be used."""
     if "ids" in row:
-        spans = row.get("spans") or [(row["assistant_start"], len(row["ids"]))]
-        return Conversation(row["ids"], [tuple(span) for span in spans])
+        ids, spans = row["ids"], row.get("spans")
+        if not whole_numbers(ids):
+            return "ids that are no list of whole numbers"
+        if not (isinstance(spans, list) and all(whole_numbers(s) and len(s) == 2 for s in spans)):
+            return "spans that are no list of [start, end]"
+        return Conversation(ids, [(start, end) for start, end in spans])
     messages = messages_of(row)
     if isinstance(messages, str):
         return messages
@@ -472,6 +476,10 @@ def conversation_of(
     return tokenise(messages, tokenizer, stop_ids)
 
 
+def whole_numbers(values: object) -> bool:
+    return isinstance(values, list) and all(type(value) is int for value in values)
+
+
 def read_lines(path: Path) -> list[dict]:
     """The objects of a JSON lines file; ValueError names the line that is none."""
     rows: list[dict] = []
@@ -479,7 +487,7 @@ def read_lines(path: Path) -> list[dict]:
         try:
             row = json.loads(line) if line.strip() else {}
             reason = None if isinstance(row, dict) else "it is no object"
-        except ValueError as error:  # not JSON, or not UTF-8
+        except (ValueError, RecursionError) as error:  # not JSON, or not UTF-8
             reason = str(error)
         if reason:
             raise ValueError(

@@ -41,9 +41,13 @@ def read_questions(path: Path, tokenizer: Tokenizer) -> list[list[int]]:
     """Prompts of the first turns: {"turns": [...]} as MT-bench has them, or {"prompt": "..."}."""
     prompts = []
     for row in read_lines(path):
-        text = row["turns"][0] if row.get("turns") else row.get("prompt")
+        turns = row.get("turns")
+        text = turns[0] if isinstance(turns, list) and turns else row.get("prompt")
         if not isinstance(text, str):
-            raise ValueError(f'{path} line {len(prompts) + 1} has neither "turns" nor "prompt"')
+            raise ValueError(
+                f'{path}: question {len(prompts) + 1} has neither "turns", a list of texts, nor '
+                '"prompt", a text'
+            )
         prompts.append(tokenizer.encode_chat([{"role": "user", "content": text}]))
     if not prompts:
         raise ValueError(f"{path} holds no question")

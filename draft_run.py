@@ -27,6 +27,7 @@ from model import Transformer
 
 HEAD_FILE, STATE_FILE, LOG_FILE = "talon_draft.safetensors", "train_state.pt", "log.jsonl"
 PLOT_FILE = "training.png"
+STATE_KEYS = {"settings", "source", "step", "tokens", "data", "head", "optimizers", "cpu_s"}
 LENGTH_POOL = 32  # batches that are sorted by length together, so that little padding is computed
 
 
@@ -254,9 +255,10 @@ class Run:
             raise ValueError(
                 f"{path} cannot be read ({type(error).__name__}): start without --resume"
             ) from None
-        if "optimizers" not in state:
+        if not isinstance(state, dict) or not state.keys() >= STATE_KEYS:
             raise ValueError(
-                f"{path} was written by an older version: use --init to start from its head"
+                f"{path} is not the state of a run of this version: use --init to start from its "
+                "head"
             )
         now = asdict(self.settings) | {
             "data": data_mark(self.data + self.held),
@@ -270,12 +272,25 @@ class Run:
                 f"({was.get(changed[0])}, now {now[changed[0]]}): give the same "
                 "options and data, or use --init to start from the head alone"
             )
-        own = dict(self.head.named_parameters())
+        own = {n: p for n, p in self.head.named_parameters() if p.requires_grad}
+        saved = state["head"]
+        if saved.keys() != own.keys() or any(saved[n].shape != own[n].shape for n in own):
+            raise ValueError(f"{path} holds another head: start without --resume")
+        if not 0 <= state["step"] < self.total:
+            raise ValueError(
+                f"{self.out} is at step {state['step']} of {self.total}: nothing is left to do; "
+                "use --init to go on from its head with a new schedule"
+            )
+        try:
+            for optimizer, values in zip(self.optimizers, state["optimizers"], strict=True):
+                optimizer.load_state_dict(values)
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"{path} does not fit this run ({error}): start without --resume"
+            ) from None
         with torch.no_grad():
-            for name, value in state["head"].items():
+            for name, value in saved.items():
                 own[name].copy_(value)
-        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
         self.step, self.tokens = state["step"], state["tokens"]
         self.started = time.process_time() - state["cpu_s"]
         trim_log(self.out / LOG_FILE, self.step)
@@ -341,7 +356,10 @@ def trim_log(path: Path, step: int) -> None:
     """Drop what a run logged after its last checkpoint: it will be logged again."""
     if path.exists():
         lines = path.read_text(encoding="utf-8").splitlines()
-        kept = [line for line in lines if line and json.loads(line)["step"] <= step]
+        try:
+            kept = [line for line in lines if line and json.loads(line)["step"] <= step]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path} is damaged ({error}): remove it to go on") from None
         with atomic_file(path) as file:
             file.write("".join(line + "\n" for line in kept).encode())
 
@@ -371,9 +389,12 @@ def plot(out: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    entries = [
-        json.loads(line) for line in (out / LOG_FILE).read_text(encoding="utf-8").splitlines()
-    ]
+    try:
+        lines = (out / LOG_FILE).read_text(encoding="utf-8").splitlines()
+        entries = [json.loads(line) for line in lines]
+    except (OSError, ValueError) as error:
+        note(f"no plot: {out / LOG_FILE} cannot be read ({error})")
+        return
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4))
     train = [e for e in entries if "loss" in e]
     left.plot([e["tokens"] for e in train], [e["cross_entropy"][0] for e in train])

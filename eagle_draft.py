@@ -309,7 +309,8 @@ def parse_tree(text: str) -> Tree:
         return static_tree(EAGLE1_PATHS, "static")
     if kind == "dynamic":
         pairs = [item.partition("=")[::2] for item in rest.split(",") if rest]
-        if all(key in ("nodes", "levels", "top_k") and is_count(value) for key, value in pairs):
+        known = all(key in ("nodes", "levels", "top_k") and is_count(value) for key, value in pairs)
+        if known and len(dict(pairs)) == len(pairs):
             return dynamic_tree(**{key: int(value) for key, value in pairs})
     if text.endswith(".json"):
         return static_tree(read_paths(Path(text)), text)

@@ -366,7 +366,9 @@ def quantize_checkpoint(
         raise ValueError(f"group size {groupsize} is not allowed: give one of {allowed}")
     checkpoint = open_unquantized(path)
     suffix = f"int4_g{groupsize}" if mode == "int4" else mode
-    out = out or checkpoint.path.with_name(f"talon_{suffix}.safetensors")
+    out = out or checkpoint.path.with_name(f"{checkpoint.path.stem}_{suffix}.safetensors")
+    if out.exists() and out.samefile(checkpoint.path):
+        raise ValueError(f"{out} is the file to quantise: give another --out")
     plans = plan_layers(checkpoint, mode)
     sources = layers_of(checkpoint)
     gone = {f"{layer}.weight" for layer in sources}
@@ -426,6 +428,12 @@ def evaluate(path: Path, against: Path | None) -> Iterator[str]:
     for each in (checkpoint, original):
         if each.kind != "target":
             raise ValueError(f"{each.path} is a head, which has no perplexity; give a target")
+    sizes = [each.config["vocab_size"] for each in (checkpoint, original)]
+    if sizes[0] != sizes[1]:
+        raise ValueError(
+            f"{path} has a vocabulary of {sizes[0]} and {original.path} one of {sizes[1]}: give "
+            "the file it was made from as --against"
+        )
     ids = read_text(original, "evaluation.txt")
     before, expected = predictions(original, ids)
     yield f"{original.path}: perplexity {before:.3f} on {len(ids)} tokens"
@@ -441,10 +449,12 @@ def main() -> int:
     add("--checkpoint_path", type=Path, help="the file to quantise (convert_hf_checkpoint.py)")
     add("--mode", help=" | ".join(LINEARS))
     add("--groupsize", type=int, default=128, help="int4: weights that share a scale and a zero")
-    add("--out", type=Path, help="the file to write; default: talon_MODE.safetensors beside it")
+    add("--out", type=Path, help="the file to write; default: its name with _MODE, beside it")
     add("--evaluate", type=Path, help="print perplexity and greedy agreement of this file instead")
     add("--against", type=Path, help="the original; default: talon.safetensors beside --evaluate")
     arguments = parser.parse_args()
+    if arguments.evaluate is not None and (arguments.checkpoint_path or arguments.mode):
+        parser.error("--evaluate takes the file itself: leave out --checkpoint_path and --mode")
     if arguments.evaluate is not None:
         for line in evaluate(arguments.evaluate, arguments.against):
             print(line, flush=True)

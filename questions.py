@@ -46,7 +46,7 @@ def parse_question(number: int, line: str) -> Question | str:
     """The question of one line, or what is wrong with it."""
     try:
         value = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return f"not JSON ({error})"
     if not isinstance(value, dict):
         return "not a JSON object"

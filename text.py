@@ -15,8 +15,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from torch._dynamo.exc import TorchDynamoException
-
 from cli import note
 from eagle_draft import DraftConfig
 from engine import Decoder, Generation
@@ -94,7 +92,11 @@ def compiler_errors() -> Iterator[None]:
     """
     try:
         yield
-    except TorchDynamoException as error:
+    except Exception as error:
+        from torch._dynamo.exc import TorchDynamoException  # its import may already fail
+
+        if not isinstance(error, (TorchDynamoException, OSError)):
+            raise
         reason = next(
             (line for line in str(error).splitlines() if line.strip()), type(error).__name__
         )

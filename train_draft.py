@@ -147,7 +147,7 @@ ALLOWED = {
     "batch_tokens": (1, 10**9),
     "answer_tokens": (1, 10**12),
     "data_batch": (1, 10**4),
-    "lr": (0, 1),
+    "lr": (1e-9, 1),
     "warmup": (0, 1),
     "unroll": (1, 16),
     "unroll_from": (0, 1),
@@ -164,15 +164,19 @@ ALLOWED = {
 }
 
 
+def check_range(args: argparse.Namespace, name: str, low: float, high: float) -> None:
+    if not low <= getattr(args, name) <= high:
+        raise ValueError(
+            f"{name} {getattr(args, name)} is not allowed: give a value from {low} to {high}"
+        )
+
+
 def check_args(args: argparse.Namespace, target: ModelConfig) -> Settings:
     """The settings of the run; ValueError for a value that cannot be meant."""
     limit = min(target.max_seq_length, 2048)
-    args.max_length = args.max_length or limit
+    args.max_length = limit if args.max_length is None else args.max_length
     for name, (low, high) in (ALLOWED | {"max_length": (8, target.max_seq_length)}).items():
-        if not low <= getattr(args, name) <= high:
-            raise ValueError(
-                f"{name} {getattr(args, name)} is not allowed: give a value from {low} to {high}"
-            )
+        check_range(args, name, low, high)
     names = set(Settings.__dataclass_fields__) - {"init"}
     return Settings(
         **{name: getattr(args, name) for name in names}, init=args.init.name if args.init else None
@@ -181,9 +185,11 @@ def check_args(args: argparse.Namespace, target: ModelConfig) -> Settings:
 
 def join_group(device: torch.device) -> tuple[int, int, torch.device]:
     """Rank, number of processes and this one's device; more than one process under torchrun."""
-    world = int(os.environ.get("WORLD_SIZE", 1))
-    if world == 1:
+    if os.environ.get("WORLD_SIZE", "1") == "1":
         return 0, 1, device
+    if "RANK" not in os.environ:
+        raise ValueError("WORLD_SIZE is set but RANK is not: start several processes with torchrun")
+    world = int(os.environ["WORLD_SIZE"])
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -226,13 +232,19 @@ def prepare(args: argparse.Namespace, rank: int, world: int, device: torch.devic
         raise ValueError(
             f"{args.out} holds a run already: give --resume to go on with it, or another --out"
         )
-    args.out.mkdir(parents=True, exist_ok=True)
+    if args.resume and not (args.out / STATE_FILE).exists():
+        raise ValueError(f"{args.out / STATE_FILE} does not exist: start without --resume")
     makes_data = args.data == "self" or args.regenerate
-    if args.shard_target and (world == 1 or file.quantization or makes_data):
-        raise ValueError(
-            "--shard_target needs several processes (torchrun), a target that is not quantised, "
-            "and --data FILE without --regenerate: make the conversations in a run of its own"
-        )
+    for wrong, what in (
+        (world == 1, "needs several processes: start it with torchrun"),
+        (bool(file.quantization), "takes a target that is not quantised"),
+        (makes_data, "takes ready conversations: make them in a run of its own, then --data FILE"),
+    ):
+        if args.shard_target and wrong:
+            raise ValueError(f"--shard_target {what}")
+    if args.data != "self" and not Path(args.data).is_file():
+        raise ValueError(f"{args.data!r} is no file: give --data self or a JSON lines file")
+    args.out.mkdir(parents=True, exist_ok=True)
     dtype = torch.bfloat16 if args.dtype == "bf16" else torch.float32
     start = torch.device("cpu") if args.shard_target else device
     model = load_target(file, start, dtype, pack_for=device)
@@ -271,6 +283,7 @@ def prepare(args: argparse.Namespace, rank: int, world: int, device: torch.devic
 def evaluate(args: argparse.Namespace, device: torch.device) -> int:
     """Measure the head in --out on questions, for each tree of --trees; writes evaluation.json
     beside it."""
+    check_range(args, "new_tokens", *ALLOWED["new_tokens"])
     trees = [parse_tree(text) for text in args.trees]
     file, head_file = (
         read_kind(args.checkpoint_path, "target"),

@@ -494,6 +494,13 @@ def test_bad_flags_are_refused_in_one_line(files, extra, said):
     assert "\n" not in str(caught.value)
 
 
+def test_a_refused_run_leaves_earlier_results_alone(files, tmp_path):
+    (tmp_path / "cells.jsonl").write_text("kept\n")
+    with pytest.raises((ValueError, OSError)):
+        run(files, "--draft_checkpoint_path", "/nowhere/h.safetensors", "--out", str(tmp_path))
+    assert (tmp_path / "cells.jsonl").read_text() == "kept\n"
+
+
 def test_a_tree_without_a_head_is_refused(files):
     with pytest.raises(ValueError, match="--draft_checkpoint_path"):
         benchmark.main(["--checkpoint_path", str(files[0]), "--tree", "static"])

@@ -1611,6 +1611,17 @@ def test_the_program_help_names_every_flag_of_the_contract(world):
     assert "default: True" not in text.split("--no_chat", 1)[1].split("--system", 1)[0]
 
 
+@pytest.mark.parametrize("compiled", ["--compile", "--no_compile"])
+def test_an_unusable_cache_directory_is_named_in_one_line(world, tmp_path, compiled):
+    """torch itself cannot be used without it, eager or not."""
+    path = tmp_path / "file"
+    path.write_text("")
+    done = shell(world, "--prompt", "Hi", compiled, env={"TORCHINDUCTOR_CACHE_DIR": str(path)})
+    last = done.stderr.decode().strip().splitlines()[-1]
+    assert done.returncode == 2 and b"Traceback" not in done.stderr
+    assert last.startswith("error: ") and str(path) in last
+
+
 @pytest.mark.parametrize("missing", ["CXX", pytest.param("PATH", marks=pytest.mark.slow)])
 def test_a_missing_compiler_is_named_with_the_way_out(world, tmp_path, missing):
     """C67."""

@@ -270,6 +270,24 @@ def test_heads_can_be_quantised(tmp_path, family, mode):
     assert ("output" in opened.quantization["layers"]) == (family == "eagle3")
 
 
+def test_the_source_is_never_overwritten_and_a_head_keeps_its_name(tmp_path):
+    head = random_head(random_model(), "eagle1")
+    head.tok_embeddings = head.output = None
+    source = write_module(tmp_path / "head.safetensors", head, "draft", head.config)
+    before = source.read_bytes()
+    with pytest.raises(ValueError, match="another --out"):
+        quantize_checkpoint(source, "int8", out=source)
+    assert source.read_bytes() == before
+    assert quantize_checkpoint(source, "int8") == tmp_path / "head_int8.safetensors"
+
+
+def test_vocabularies_that_differ_are_refused_before_the_long_work(tmp_path):
+    one = tiny_file(tmp_path / "talon.safetensors")
+    other = tiny_file(tmp_path / "other.safetensors", vocab_size=80)
+    with pytest.raises(ValueError, match="vocabulary of 80"):
+        next(quantize.evaluate(other, one))
+
+
 def test_equal_inputs_give_equal_bytes(tmp_path):
     source = tiny_file(tmp_path / "talon.safetensors")
     outs = [quantize_checkpoint(source, "int8-dynamic", out=tmp_path / name) for name in "ab"]

@@ -375,7 +375,7 @@ def test_going_on_from_a_head_starts_where_it_ended(
 ) -> None:
     first = train(target, data_file, tmp_path / "first", "--epochs", 2)
     second = train(
-        target, data_file, tmp_path / "second", "--epochs", 1, "--lr", 0, "--init", first
+        target, data_file, tmp_path / "second", "--epochs", 1, "--lr", 1e-9, "--init", first
     )
     for name, value in tensors(first).items():
         torch.testing.assert_close(tensors(second)[name], value)
@@ -493,11 +493,22 @@ def test_unusable_rows_are_counted_by_reason(target: Path, tmp_path: Path) -> No
         {"ids": [5], "spans": [[0, 1]]},
         {"ids": [5, 6, 7], "spans": [[2, 3]]},
         {"text": "x"},
+        {"ids": ["a", "b"], "spans": [[0, 2]]},
+        {"ids": [1.5, 2, 3, 4], "spans": [[2, 4]]},
+        {"ids": [True, 2, 3, 4], "spans": [[2, 4]]},
+        {"ids": None, "spans": [[2, 4]]},
+        {"ids": [1, 2, 3, 4]},
+        {"ids": [1, 2, 3, 4], "spans": [1]},
+        {"ids": [1, 2, 3, 4], "spans": [["a", "b"]]},
+        {"ids": [1, 2, 3, 4], "spans": [[1, 2, 3]]},
+        {"messages": [{"role": ["user"], "content": "x"}]},
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     kept, skipped = read_conversations(path, load_tokenizer(target.parent), tiny_config(), 60)
     assert len(kept) == 3 and skipped["no answer"] == 3 and skipped["longer than 60 tokens"] == 1
-    assert skipped["unknown role"] == skipped["ids outside the vocabulary"] == 1
+    assert skipped["unknown role"] == 2 and skipped["ids outside the vocabulary"] == 1
+    assert skipped["ids that are no list of whole numbers"] == 4
+    assert skipped["spans that are no list of [start, end]"] == 4
     assert sum(skipped.values()) == len(rows) - len(kept)
 
 
@@ -535,6 +546,7 @@ def complaint(capsys: pytest.CaptureFixture, *arguments: object) -> str:
         (b'{"ids": [1, 2, 3, 4], "spans": [[2, 4]]}\nnonsense\n', "line 2"),
         (b'{"messages": [{"role": "user", "content": "only a question"}]}\n', "no conversation"),
         (b"[1, 2]\n", "line 1"),
+        (b"[" * 100_000, "line 1"),
     ],
 )
 def test_bad_data_is_one_line(
@@ -553,6 +565,51 @@ def test_bad_data_is_one_line(
         "--device",
         "cpu",
     )
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--lr", 0), "lr 0"),
+        (("--max_length", 0), "max_length 0"),
+        (("--draft_vocab_size", 0), "draft_vocab_size 0"),
+        (("--shard_target",), "torchrun"),
+        (("--data", "nowhere.jsonl"), "nowhere.jsonl"),
+        (("--data", ""), "is no file"),
+        (("--resume",), "does not exist"),
+        (("--evaluate", "q.jsonl", "--new_tokens", -100), "new_tokens -100"),
+    ],
+)
+def test_what_cannot_be_meant_is_one_line_and_leaves_no_directory(
+    target: Path, data_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture, options: tuple,
+    says: str,
+) -> None:  # fmt: skip
+    fixed = ("--checkpoint_path", target, "--data", data_file, "--device", "cpu")
+    assert says in complaint(capsys, *fixed, "--out", tmp_path / "o", *options)
+    assert not (tmp_path / "o").exists()
+
+
+def test_states_that_do_not_fit_are_refused_before_anything_is_copied(
+    target: Path, data_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    train(target, data_file, tmp_path, "--epochs", 1)
+    path = tmp_path / train_draft.STATE_FILE
+    good = torch.load(path, weights_only=True)
+    first = next(iter(good["head"]))
+    again = ("--checkpoint_path", target, "--data", data_file, "--out", tmp_path, "--device", "cpu",
+             "--draft_vocab_size", 200, "--batch_tokens", 200, "--max_length", 128, "--epochs", 1,
+             "--resume")  # fmt: skip
+    for broken, says in (
+        (3, "not the state"),
+        ({k: v for k, v in good.items() if k != "optimizers"}, "not the state"),
+        (good | {"step": 0, "head": good["head"] | {"x": torch.ones(1)}}, "another head"),
+        (good | {"step": 0, "head": good["head"] | {first: torch.ones(1)}}, "another head"),
+        (good | {"step": 0, "optimizers": good["optimizers"][:1]}, "does not fit"),
+        (good | {"step": 10**9}, "nothing is left"),
+        (good, "nothing is left"),
+    ):
+        torch.save(broken, path)
+        assert says in complaint(capsys, *again), says
 
 
 def test_nan_stops_the_run_and_leaves_the_last_checkpoint(

@@ -544,7 +544,8 @@ class EagleDrafter:
             )  # fmt: skip
             all_scores.append(above[0])
             all_tokens.append(above[1])
-            beams.append(rows if self.static else rows + tree.block(level))
+            if not self.static:  # whose parents are known
+                beams.append(rows + tree.block(level))
         if self.static:
             drafted = torch.cat(all_tokens)[self.keep]
             return torch.cat((root, drafted)), self.parents, self.ancestors

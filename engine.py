@@ -1,8 +1,8 @@
 """The decoder: prefill, and the round that drafts, verifies, accepts, commits and catches up.
 
-Token ids in, token ids out; text lives in text.py. Every tensor of a round
-has a static shape and a static address, so the round is one plain call on a CPU and one CUDA graph
-on a GPU, with one device-to-host copy at its end. Plain decoding is the round whose tree has only a
+Token ids in, token ids out; text lives in text.py. Every tensor of a round has a static shape and a
+static address, so the round is one plain call on a CPU and one CUDA graph on a GPU, with one
+device-to-host copy at its end. Plain decoding is the round whose tree has only a
 root."""
 
 import time

@@ -95,6 +95,24 @@ def read_chunk(
     return choice, features or [hidden]
 
 
+def guards_of_arguments(guards: list) -> list[bool]:
+    """Which of a region's guards to keep: those of its plain arguments. Modules and the program do
+    not change while a decoder lives, and to look at every weight again takes a tenth of a round."""
+    return [not guard.is_global and "." not in guard.name for guard in guards]
+
+
+OPTIONS = {
+    # On a CPU the sum of one long row would be split over threads, that of a row among others not:
+    # pieces of at least this many elements keep their numbers equal, and forks few.
+    "cpp.min_chunk_size": 16384,
+    "guard_filter_fn": guards_of_arguments,
+    # Nor are sizes asserted that follow from those: another tenth.
+    "size_asserts": False,
+    "alignment_asserts": False,
+    "scalar_asserts": False,
+}
+
+
 def compile_region(function: Callable) -> Callable:
     """One compilation per shape; the length bucket is dynamic, and never a fallback to eager inside
     a region.
@@ -107,9 +125,8 @@ def compile_region(function: Callable) -> Callable:
     torch._dynamo.config.recompile_limit = (
         256  # an argument of torch.compile in newer releases only
     )
-    # On a CPU the sum of one long row would be split over threads, that of a row among others not:
-    # pieces of at least this many elements keep their numbers equal, and forks few.
-    return torch.compile(own, fullgraph=True, dynamic=False, options={"cpp.min_chunk_size": 16384})
+    # torch.compile takes entries out of the options that it is given, hence a dict of its own.
+    return torch.compile(own, fullgraph=True, dynamic=False, options=dict(OPTIONS))
 
 
 class PhaseClock:

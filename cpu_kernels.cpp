@@ -419,7 +419,7 @@ Tensor attend(Tensor q, Tensor kv, Tensor mask) {
 
 #ifdef TALON_VNNI
 
-constexpr long BLOCK = 16, UNIT = 4 * BLOCK;
+constexpr long BLOCK = 16, UNIT = 4 * BLOCK, MOST_GROUPED = 256;
 constexpr float TINY = 1e-30f;  // as in quantized_linear.py
 
 struct Steps {  // rows of activations as int8, each with 128 times its sum; the scales of x's rows
@@ -495,9 +495,17 @@ bool amx_granted() {
   return granted;
 }
 
-void configure_tiles() {
+// What is written before is in memory: compilers do not know that the tile instructions read it.
+inline void written(const void* at) { __asm__ volatile("" : : "r"(at) : "memory"); }
+
+// Tiles 3 and 4 have `rows` rows of `depth` bytes and are multiplied with tile 2 into 0 and 1; the
+// others are whole.
+void configure_tiles(long rows = 16, long depth = 64) {
   struct alignas(64) { uint8_t palette = 1, start = 0, unused[14] = {}; uint16_t bytes[16] = {}; uint8_t rows[16] = {}; } c;
   for (int tile = 0; tile < 8; tile++) c.bytes[tile] = 64, c.rows[tile] = 16;
+  for (int tile : {0, 1, 3, 4}) c.rows[tile] = rows;
+  c.rows[2] = depth / 4, c.bytes[3] = c.bytes[4] = depth;
+  written(&c);
   _tile_loadconfig(&c);
 }
 
@@ -543,9 +551,10 @@ void dot_unit(bool amx, const int8_t* x, long T, long K, const uint8_t* w, int32
     return;
   }
 #endif
-  long t = 0;
-  for (; t + 4 <= T; t += 4) dot_vnni<4>(x + t * K, K, w, sums + t * UNIT);
-  for (; t < T; t++) dot_vnni<1>(x + t * K, K, w, sums + t * UNIT);
+  for (long t = 0; t < T; t += 4) {
+    const auto some = T - t >= 4 ? dot_vnni<4> : T - t == 3 ? dot_vnni<3> : T - t == 2 ? dot_vnni<2> : dot_vnni<1>;
+    some(x + t * K, K, w, sums + t * UNIT);
+  }
 }
 
 // x fp32 [T, K], weight uint8 [Op/16, Kp/4, 16, 4], scales fp32 [O] -> fp32 [T, O]. x is rounded row
@@ -610,7 +619,7 @@ inline __m512 bf16_block(const uint16_t* at) {
 // y [R, 16] of rows t to t + R - 1 with a block of 4-bit outputs: of a group, the sum of
 // (step - 8) * scale + zero times x is scale * (sum of step * x) + (zero - 8 * scale) * (sum of x).
 template <int R>
-void dot_groups(const Steps& of, long t, long T, long K, long groupsize, const uint8_t* w, const uint16_t* scales, const uint16_t* zeros, float* y) {
+void dot_groups(const Steps& of, long t, long, long T, long K, long groupsize, const uint8_t* w, const uint16_t* scales, const uint16_t* zeros, float* y) {
   const long groups = K / groupsize, half = groupsize / 2;
   __m512 total[R];
   for (int r = 0; r < R; r++) total[r] = _mm512_setzero_ps();
@@ -640,9 +649,49 @@ void dot_groups(const Steps& of, long t, long T, long K, long groupsize, const u
   for (int r = 0; r < R; r++) store(y + r * BLOCK, _mm512_mul_ps(total[r], all(of.scales[t + r])));
 }
 
+#ifdef TALON_AMX
+// The same for R <= 16 rows: the 4-bit steps of a group become a tile of bytes. Of up to 8 rows the
+// high and the low halves share a tile; of more, 16 rows are read.
+void dot_groups_amx(const Steps& of, long t, long R, long T, long K, long groupsize, const uint8_t* w, const uint16_t* scales, const uint16_t* zeros, float* y) {
+  const long groups = K / groupsize, half = groupsize / 2, depth = std::min(64L, groupsize);
+  alignas(64) uint8_t steps[MOST_GROUPED * BLOCK];
+  alignas(64) int32_t sums[32 * BLOCK];
+  const bool shared = T <= 8;
+  const int32_t *high = sums, *low = sums + (shared ? T : 16) * BLOCK;
+  for (long r = 0; r < R; r++) store(y + r * BLOCK, zero());
+  for (long g = 0; g < groups; g++) {
+    for (long k = 0; k < half; k += 4, w += 64) {
+      const __m512i both = _mm512_loadu_si512(w), mask = _mm512_set1_epi8(15);
+      _mm512_store_si512(steps + k * BLOCK, _mm512_and_si512(both, mask));
+      _mm512_store_si512(steps + (half + k) * BLOCK, _mm512_and_si512(_mm512_srli_epi16(both, 4), mask));
+      ask_ahead(w, 16 * half);
+    }
+    written(steps);
+    _tile_zero(0); _tile_zero(1);
+    for (long k = 0; k < groupsize; k += depth) {
+      const int8_t* x = &of.steps[t * K + g * groupsize + k];
+      _tile_loadd(2, steps + k * BLOCK, 64);
+      _tile_loadd(3, x, K); _tile_dpbsud(0, 3, 2);
+      if (!shared) { _tile_loadd(4, x + T * K, K); _tile_dpbsud(1, 4, 2); }
+    }
+    _tile_stored(0, sums, 64);
+    if (!shared) _tile_stored(1, sums + 16 * BLOCK, 64);
+    const __m512 scale = bf16_block(scales + g * BLOCK);
+    const __m512 base = fma(all(-8), scale, bf16_block(zeros + g * BLOCK));
+    for (long r = 0; r < R; r++) {
+      const __m512i high_sum = _mm512_load_si512(high + r * BLOCK), low_sum = _mm512_load_si512(low + r * BLOCK);
+      const __m512i sum = _mm512_add_epi32(_mm512_slli_epi32(high_sum, 8), low_sum);
+      const __m512 total = fma(_mm512_cvtepi32_ps(sum), scale, load(y + r * BLOCK));
+      store(y + r * BLOCK, fma(all(of.sums[(t + r) * groups + g]), base, total));
+    }
+  }
+  for (long r = 0; r < R; r++) store(y + r * BLOCK, _mm512_mul_ps(load(y + r * BLOCK), all(of.scales[t + r])));
+}
+#endif
+
 // x fp32 [T, K], weight uint8 [O/16, K/groupsize, groupsize/8, 16, 4], scales and zeros bf16 [O/16,
-// K/groupsize, 16] -> fp32 [T, O]. x is rounded row by row to 16 bits.
-Tensor grouped_rows(Tensor x, Tensor weight, Tensor scales, Tensor zeros) {
+// K/groupsize, 16] -> fp32 [T, O]. x is rounded row by row to 16 bits. `amx` as above.
+Tensor grouped_rows(Tensor x, Tensor weight, Tensor scales, Tensor zeros, bool amx) {
   check(x, FP32, {-1, 8 * weight.size(1) * weight.size(2)}), check(weight, UINT8, {-1, -1, -1, 16, 4});
   for (const Tensor& t : {scales, zeros}) check(t, BF16, {weight.size(0), weight.size(1), 16});
   const long T = x.size(0), K = x.size(1), blocks = weight.size(0), groups = weight.size(1);
@@ -656,7 +705,8 @@ Tensor grouped_rows(Tensor x, Tensor weight, Tensor scales, Tensor zeros) {
   if (!T) return y;
   static thread_local Steps own;
   Steps& rows = own;  // this thread's, for all of them
-  rows.reserve(2 * T, K, groups);
+  STD_TORCH_CHECK(groupsize <= MOST_GROUPED, "talon: groups of more than 256 inputs");
+  rows.reserve(2 * T + 15, K, groups);
   torch::stable::parallel_for(0, T, std::max(1L, 16384 / (K + 1)), [&](int64_t begin, int64_t end) {
     for (long t = begin; t < end; t++) {
       round_row(rows, from, t, T, K, K, 2);
@@ -665,17 +715,25 @@ Tensor grouped_rows(Tensor x, Tensor weight, Tensor scales, Tensor zeros) {
   });
   const long grain = std::max(1L, 131072 / (BLOCK * K));  // less is not worth a second core
   torch::stable::parallel_for(0, blocks, grain, [&](int64_t begin, int64_t end) {
-    float table[4 * BLOCK];
+    alignas(64) float table[16 * BLOCK];
+#ifdef TALON_AMX
+    if (amx) configure_tiles(T <= 8 ? 2 * T : 16, std::min(64L, groupsize));
+#endif
     for (long b = begin; b < end; b++)
-      for (long t = 0; t < T;) {
-        const long R = T - t >= 4 ? 4 : 1;
+      for (long t = 0, R; t < T; t += R) {
         const uint8_t* block = w + b * BLOCK * K / 2;
         const long at = b * groups * BLOCK;
-        if (R == 4) dot_groups<4>(rows, t, T, K, groupsize, block, scale + at, zero_of + at, table);
-        else dot_groups<1>(rows, t, T, K, groupsize, block, scale + at, zero_of + at, table);
+        R = std::min(amx ? 16L : 4L, T - t);
+        auto some = R == 4 ? dot_groups<4> : R == 3 ? dot_groups<3> : R == 2 ? dot_groups<2> : dot_groups<1>;
+#ifdef TALON_AMX
+        if (amx) some = dot_groups_amx;
+#endif
+        some(rows, t, R, T, K, groupsize, block, scale + at, zero_of + at, table);
         for (long r = 0; r < R; r++) std::memcpy(to + (t + r) * O + b * BLOCK, table + r * BLOCK, BLOCK * sizeof(float));
-        t += R;
       }
+#ifdef TALON_AMX
+    if (amx) _tile_release();
+#endif
   });
   return y;
 }
@@ -699,7 +757,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(talon, m) {
   m.def("int8_rows(Tensor x, Tensor weight, Tensor scales) -> Tensor");
   m.def("int4_rows(Tensor x, Tensor weight, Tensor scales, Tensor zeros, int groupsize) -> Tensor");
   m.def("integer_rows(Tensor x, Tensor weight, Tensor scales, int planes, bool amx) -> Tensor");
-  m.def("grouped_rows(Tensor x, Tensor weight, Tensor scales, Tensor zeros) -> Tensor");
+  m.def("grouped_rows(Tensor x, Tensor weight, Tensor scales, Tensor zeros, bool amx) -> Tensor");
   m.def("integer_level() -> int");
 }
 

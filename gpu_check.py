@@ -37,7 +37,7 @@ from quantized_linear import LINEARS, pack, swap_linears
 from records import bytes_per_round, project_commit
 from roofline import bound, copy_bandwidth, product_rate
 from sampling import SamplingConfig
-from tuning import seconds
+from tuning import medians
 
 LLAMA_2_7B = ModelConfig(
     vocab_size=32000,
@@ -208,10 +208,11 @@ def check_kernels(
             weight = torch.randn(outputs, inputs, dtype=dtype, device=device) * 0.02
             linear = make_linear(mode, weight, device, dtype)
             held = sum(t.numel() * t.itemsize for t in [*linear.parameters(), *linear.buffers()])
-            times = {}
+            calls = {}
             for count in KERNEL_ROWS:
                 x = torch.randn(count, inputs, dtype=dtype, device=device)
-                times[count] = seconds(lambda x=x, linear=linear: linear(x), device)
+                calls[count] = lambda x=x, linear=linear: linear(x)
+            times = medians(calls, device)
             rows.append(
                 {
                     "mode": mode or "plain",

@@ -133,7 +133,7 @@ class Int8Linear(QuantizedLinear):
         elif self.route == "floats":
             y = self.multiply_floats(smooth.contiguous())
         else:  # the tiles of AMX are made for many rows; both give the same numbers
-            amx = self.route == "amx" and x.shape[0] * self.bits > 32
+            amx = self.route == "amx" and x.shape[0] * self.bits >= 32
             y = torch.ops.talon.integer_rows(
                 smooth.contiguous(), self.weight, self.scales, self.bits // 8, amx
             )
@@ -209,7 +209,8 @@ class Int4Linear(QuantizedLinear):
         elif self.route == "floats":
             y = torch.ops.talon.int4_rows(rows.float().contiguous(), *stored, self.groupsize)
         else:
-            y = torch.ops.talon.grouped_rows(rows.float().contiguous(), *stored)
+            amx = self.route == "amx" and x.shape[0] >= 4
+            y = torch.ops.talon.grouped_rows(rows.float().contiguous(), *stored, amx)
             y = y[:, : self.out_features]
         return self.finish(y, x.dtype)
 

@@ -16,7 +16,7 @@ import itertools
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -87,18 +87,29 @@ def interpolate(points: dict[int, float], at: int) -> float:
     return float(np.interp(at, known, [points[count] for count in known]))
 
 
-def seconds(call: Callable[[], object], device: torch.device, repeats: int = 7) -> float:
-    """Median seconds of `call` after it has compiled; on a GPU of the replay of its CUDA graph."""
+def medians(
+    calls: dict[Hashable, Callable[[], object]], device: torch.device, repeats: int = 11
+) -> dict[Hashable, float]:
+    """Median seconds of every call after it has compiled; on a GPU of the replay of its CUDA graph.
+
+    They take turns, so that a slow moment of the machine falls on all of them."""
     with torch.inference_mode():
+        timers = {key: timer(call, device) for key, call in calls.items()}
+        turns = [{key: measure() for key, measure in timers.items()} for _ in range(repeats)]
+    return {key: statistics.median(turn[key] for turn in turns) for key in calls}
+
+
+def timer(call: Callable[[], object], device: torch.device) -> Callable[[], float]:
+    """What runs `call`, compiled by now, and returns its seconds."""
+    call()
+    call()
+    if device.type != "cuda":
+        return lambda: timed(call)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
         call()
-        call()
-        if device.type != "cuda":
-            return statistics.median(timed(call) for _ in range(repeats))
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            call()
-        return statistics.median(timed_replay(graph) for _ in range(repeats))
+    return lambda: timed_replay(graph)
 
 
 def timed(call: Callable[[], object]) -> float:
@@ -131,34 +142,34 @@ def target_pass(decoder: Decoder, rows: int, committed: int) -> Callable[[], obj
 
 
 def row_costs(decoder: Decoder, rows: Iterable[int], committed: int) -> dict[int, float]:
-    return {n: seconds(target_pass(decoder, n, committed), decoder.device) for n in rows}
+    return medians({n: target_pass(decoder, n, committed) for n in rows}, decoder.device)
 
 
 def head_costs(
     decoder: Decoder, head: DraftHead, beams: Iterable[int], committed: int, compile: bool
 ) -> Costs:
     """Costs without `rows`: levels by beam width, and the two parts that every round has."""
-    device, levels = decoder.device, {}
+    device, beams = decoder.device, sorted(set(beams))
     compiled = compile_region if compile else lambda function: function
     length = decoder.length.clone().fill_(committed)
     root, slots = decoder.root, decoder.slots(committed + 64)
-    for beam in sorted(set(beams)):
-        times = {}
-        for depth in (2, 4):
-            tree = chain(depth) if beam == 1 else dynamic_tree(min(16, beam + 1), depth, beam)
-            drafter = EagleDrafter(head, tree, decoder.cache.rows, compiled)
-            times[depth] = seconds(
-                lambda d=drafter: d.propose(root, length, slots, decoder.sampling, "greedy"), device
-            )
-        levels[beam] = max((times[4] - times[2]) / 2, 1e-9)
-        first = max(times[2] - levels[beam], 0.0)
+    calls = {}
+    for beam, depth in itertools.product(beams, (2, 4)):
+        tree = chain(depth) if beam == 1 else dynamic_tree(min(16, beam + 1), depth, beam)
+        drafter = EagleDrafter(head, tree, decoder.cache.rows, compiled)
+        calls[beam, depth] = lambda d=drafter: d.propose(
+            root, length, slots, decoder.sampling, "greedy"
+        )
     count = len(drafter.feature_layers) or 1
     features = [
         torch.zeros(6, head.config.target_dim, dtype=drafter.hidden.dtype, device=device)
     ] * count
     path, last = torch.arange(6, device=device), torch.tensor([2], device=device)
-    learn = seconds(lambda: drafter.learn(features, path, path, length, last, slots), device)
-    return Costs({}, levels, first, learn)
+    calls["learn"] = lambda: drafter.learn(features, path, path, length, last, slots)
+    taken = medians(calls, device)
+    levels = {beam: max((taken[beam, 4] - taken[beam, 2]) / 2, 1e-9) for beam in beams}
+    first = max(taken[beams[-1], 2] - levels[beams[-1]], 0.0)
+    return Costs({}, levels, first, taken["learn"])
 
 
 # ---------------------------------------------------------------- the choice
@@ -216,7 +227,7 @@ def finalists(found: list[Candidate], plain_speed: float) -> list[Candidate]:
     ]
     top = max(c.speed for c in best)
     chosen = [c for c in best if c.speed > 0.8 * max(top, plain_speed)]
-    return sorted(chosen, key=lambda c: -c.speed)[:3]
+    return sorted(chosen, key=lambda c: -c.speed)
 
 
 @dataclass(frozen=True)
@@ -262,37 +273,50 @@ class Racer:
 
     def __init__(self, decoder: Decoder) -> None:
         self.decoder = decoder
-        self.tokens = self.rounds = 0
-        self.seconds = 0.0
+        self.tokens = 0
+        self.round_times: list[float] = []
 
-    def run(self, ids: list[int], budget: int, sampling: SamplingConfig) -> None:
+    def decode(self, ids: list[int], budget: int, sampling: SamplingConfig) -> Iterator[None]:
+        """One text, a forward a step."""
         self.decoder.cached = []
-        generation = Generation(self.decoder, ids, sampling, budget)
+        stats = (generation := Generation(self.decoder, ids, sampling, budget)).stats
+        before = 0.0
         for _ in generation:
-            pass
-        stats = generation.stats
-        self.tokens, self.rounds = self.tokens + stats.emitted, self.rounds + stats.rounds
-        self.seconds += stats.decode_s
+            if stats.rounds:
+                self.round_times.append(stats.decode_s - before)
+            before = stats.decode_s
+            yield
+        self.tokens += stats.emitted
 
     @property
-    def speed(self) -> float:
-        return self.tokens / self.seconds if self.seconds else 0.0
+    def acceptance_length(self) -> float:
+        return self.tokens / max(len(self.round_times), 1)
 
     @property
     def round_s(self) -> float:
-        return self.seconds / max(self.rounds, 1)
+        return statistics.median(self.round_times)
+
+    @property
+    def speed(self) -> float:
+        """Tokens per second. The median leaves out the moments that the machine gave to others."""
+        return self.acceptance_length / self.round_s
 
 
 def race(
     racers: list[Racer], prompts: list[list[int]], budget: int, sampling: SamplingConfig
 ) -> None:
-    """All of them on every prompt, in turns, in an order that changes from prompt to prompt."""
+    """All of them on every prompt, in turns: of one round on a CPU, whose speed varies from second
+    to second; of a whole text on a GPU, where a round is queued while the one before runs."""
     for racer in racers:
         racer.decoder.warm_up(sampling.kind)
-    for index, ids in enumerate(prompts):
-        turn = index % len(racers)
-        for racer in racers[turn:] + racers[:turn]:
-            racer.run(ids, budget, sampling)
+    on_gpu = racers[0].decoder.device.type == "cuda"
+    for ids in prompts:
+        waiting = [racer.decode(ids, budget, sampling) for racer in racers]
+        while waiting:
+            text = waiting.pop(0)
+            steps = sum(1 for _ in itertools.islice(text, None if on_gpu else 1))
+            if steps and not on_gpu:
+                waiting.append(text)
 
 
 def tune(
@@ -309,7 +333,7 @@ def tune(
     """
     context = min(model.config.max_seq_length, max(map(len, prompts)) + budget + 80)
     plain = Decoder(model, context, compile=compile)
-    committed = min(256, context // 2)
+    committed = int(statistics.mean(map(len, prompts))) + budget // 2  # as the race will have it
     say("tuning: measuring what rows and draft levels cost here ...")
     costs = Costs(row_costs(plain, ROWS, committed))
     width = min(PROBE["top_k"], head.config.draft_vocab_size)
@@ -346,7 +370,7 @@ def decide(
             "tree": c.tree.name,
             "tokens_per_s": r.speed,
             "gain": r.speed / plain.speed,
-            "acceptance_length": r.tokens / r.rounds,
+            "acceptance_length": r.acceptance_length,
             "round_s": r.round_s,
             "predicted_gain": c.speed * costs.round(NO_TREE),
             "predicted_acceptance_length": c.tokens,

@@ -15,7 +15,7 @@ from model import attend
 
 ROOT = Path(__file__).resolve().parent.parent
 SIZES = [(576, 960), (1536, 576), (64, 48), (37, 19), (100, 65), (7, 3), (1, 1)]
-ROWS = [1, 2, 4, 5, 6, 7, 13, 26, 33, 64]
+ROWS = [1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 16, 17, 26, 33, 64]
 SHAPES = [  # of attention: rows, heads, groups, size of a head, slots read, slots there
     (1, 9, 3, 64, 256, 600), (26, 9, 3, 64, 256, 600), (64, 4, 1, 64, 512, 513),
     (5, 4, 4, 8, 16, 17), (3, 2, 1, 48, 33, 34), (7, 8, 2, 128, 300, 301), (2, 2, 2, 20, 3, 4),
@@ -77,13 +77,16 @@ def products(inputs, outputs):
         )
         if cpu_kernels.load():
             packed = cpu_kernels.interleave_groups(halves, *pairs, groupsize)
-            yield (
-                f"int4 as integers, groups of {groupsize}",
-                lambda x, p=packed, more=padding: ops.grouped_rows(F.pad(x, more), *p)[:, :outputs],
-                lambda x, plain=plain, more=padding: (
-                    F.pad(round_to(x, 127 * 256), more) @ plain.t()
-                ),
-            )
+            for amx in (False, True)[: cpu_kernels.load()]:
+                yield (
+                    f"int4 as integers, groups of {groupsize}, amx {amx}",
+                    lambda x, p=packed, a=amx, more=padding: ops.grouped_rows(
+                        F.pad(x, more), *p, a
+                    )[:, :outputs],
+                    lambda x, plain=plain, more=padding: (
+                        F.pad(round_to(x, 127 * 256), more) @ plain.t()
+                    ),
+                )
 
 
 @pytest.mark.parametrize("inputs, outputs", SIZES)
@@ -95,6 +98,17 @@ def test_products_are_exact_to_rounding_and_do_not_depend_on_other_rows(inputs, 
         assert error(alone, expected) < CONTRACTED, name
         for rows in ROWS:
             assert torch.equal(product(x[:rows].contiguous()), alone[:rows]), (name, rows)
+
+
+@pytest.mark.skipif(cpu_kernels.load() < 2, reason="a CPU without AMX")
+@pytest.mark.parametrize("inputs, outputs", SIZES)
+def test_vnni_and_amx_give_the_same_bits(inputs, outputs):
+    x, found = torch.randn(max(ROWS), inputs), {}
+    for name, product, _ in products(inputs, outputs):
+        kind, _, amx = name.partition(", amx ")
+        if amx:
+            found.setdefault(kind, []).append(product(x))
+    assert found and all(torch.equal(vnni, amx) for vnni, amx in found.values())
 
 
 @pytest.mark.parametrize("rows, heads, groups, size, width, slots", SHAPES)

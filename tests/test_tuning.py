@@ -143,7 +143,7 @@ class Fixed:
 
     def __init__(self, tokens: int, rounds: int, seconds: float) -> None:
         racer = Racer(None)
-        racer.tokens, racer.rounds, racer.seconds = tokens, rounds, seconds
+        racer.tokens, racer.round_times = tokens, [seconds / rounds] * rounds
         self.racer = racer
 
 
@@ -167,11 +167,11 @@ def test_no_finalist_means_plain_decoding(recording):
     assert tuning.decide([Fixed(100, 100, 10.0).racer], [], costs, recording, found).tree == NO_TREE
 
 
-def test_the_finalists_are_the_best_of_each_kind_and_at_most_three(recording):
+def test_the_finalists_are_the_best_of_each_kind(recording):
     costs = Costs({1: 1.0, 64: 1.2}, {1: 0.01, 10: 0.02})
     found = tuning.candidates(recording, costs)
     chosen = tuning.finalists(found, 1.0)
-    assert 1 <= len(chosen) <= 3 and len({c.kind for c in chosen}) == len(chosen)
+    assert chosen and len({c.kind for c in chosen}) == len(chosen)
     assert chosen[0].speed == max(c.speed for c in found)
 
 

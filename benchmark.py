@@ -6,9 +6,9 @@
 
 Every method decodes the same prompts with the same budget and stop ids, in one process, in turns:
 all methods on a prompt, then the next prompt, then the next repetition. A method's speed is tokens
-over seconds, both summed over the prompts of a repetition; reported are the median of the
-repetitions and their spread. Tokens of the first forward count as time to first token, not as
-decoding.
+over seconds, both summed over the prompts; of a prompt's repetitions the median counts, and the
+spread is that of whole repetitions. Tokens of the first forward count as time to first token, not
+as decoding.
 
 Leaves out: the physics (roofline.py), peers (peers.py), the plots (plots.py), the check of a GPU
 (gpu_check.py).
@@ -48,18 +48,21 @@ from report import (
     compare_ids,
     complete,
     curve_table,
+    find_section,
     heading,
+    readme_section,
     summarize,
     table,
+    update_readme,
     versions,
     write_reports,
 )
-from roofline import bound, copy_bandwidth, pick_card, predict, product_rate, roofline_table
+from roofline import bound, machine_rates, mode_rate, pick_card, predict, roofline_table
 from sampling import SamplingConfig
 from tokenizer import Tokenizer
 from tuning import head_costs, row_costs, settle
 
-ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
+ROWS = (1, 2, 4, 8, 16, 24, 26, 32, 48, 64)
 BEAMS = (1, 4, 8, 10)
 TREES = ("chain:3", "static", "dynamic:nodes=24,levels=5,top_k=8")
 
@@ -273,12 +276,9 @@ def cost_curves(args: Namespace, loaded: list[Loaded], context: int, machine: di
             )
             + c.vocab_size * c.dim
         )
+        rate = mode_rate(target.precision.split("/")[0], decoder.device, machine)
         best = {
-            n: bound(
-                moved, 2 * linears * n, machine["copy_bytes_per_s"], machine["product_ops_per_s"]
-            )
-            * 1e3
-            for n in rows
+            n: bound(moved, 2 * linears * n, machine["copy_bytes_per_s"], rate) * 1e3 for n in rows
         }
         heads = {}
         for name, head in target.heads.items():
@@ -298,9 +298,6 @@ def cost_curves(args: Namespace, loaded: list[Loaded], context: int, machine: di
             }
         )
     return curves
-
-
-# ---------------------------------------------------------------- reports
 
 
 # ---------------------------------------------------------------- the command line
@@ -333,6 +330,7 @@ def parse_args(argv: list[str] | None) -> Namespace:
     add("--no_row_costs", dest="row_costs", action="store_false", help="no row-cost curve")
     add("--retune", action="store_true", help="let --tree auto measure again")
     add("--out", type=Path, help="directory for results.json, results.md, cells.jsonl and plots")
+    add("--readme", type=Path, help="Markdown file whose marked section is to show the results")
     add("--roofline", metavar="CARD", help="print predictions for a card (rtx3090) and stop")
     add("--gpu_check", action="store_true", help="run the whole check of a GPU and stop")
     return parser.parse_args(argv)
@@ -352,6 +350,8 @@ def check_args(args: Namespace) -> None:
     args.temperature = args.temperature or [0.0, 1.0]
     for temperature in args.temperature:
         SamplingConfig(temperature, seed=args.seed)
+    if args.readme is not None:
+        find_section(args.readme)  # refuse before measuring
     if args.tree and not args.draft_checkpoint_path:
         raise ValueError("--tree needs a head: give --draft_checkpoint_path")
 
@@ -417,11 +417,7 @@ def compare(args: Namespace, argv: list[str]) -> int:
         args.max_seq_length or min(need, model.config.max_seq_length), model.config
     )
     stop_ids = frozenset() if args.ignore_eos else frozenset(model.config.eos_ids)
-    dtype = model.norm.weight.dtype
-    machine = {
-        "copy_bytes_per_s": copy_bandwidth(device),
-        "product_ops_per_s": product_rate(device, dtype),
-    }
+    machine = machine_rates(device, model.norm.weight.dtype)
     methods: list = list(our_methods(args, loaded, context))
     threads = torch.get_num_threads()
     shared: dict = {}
@@ -488,6 +484,8 @@ def finish(args: Namespace, report: dict) -> None:
     print(json.dumps(report), flush=True)
     if args.out is not None:
         write_reports(args.out, report)
+    if args.readme is not None:
+        update_readme(args.readme, readme_section(report))
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -35,7 +35,7 @@ from model import ModelConfig, Transformer
 from quantize import quantize_int4, quantize_int8
 from quantized_linear import LINEARS, pack, swap_linears
 from records import bytes_per_round, project_commit
-from roofline import bound, copy_bandwidth, product_rate
+from roofline import bound, machine_rates, mode_rate
 from sampling import SamplingConfig
 from tuning import medians
 
@@ -271,10 +271,8 @@ def check_decoding(
         ]
         moved = bytes_per_round(decoder, 3 + plan.tokens / 2)
         operations = 2 * linear_parameters(plan.config) * tree.nodes
-        row["bound_ms"] = (
-            bound(moved, operations, machine["copy_bytes_per_s"], machine["product_ops_per_s"])
-            * 1e3
-        )
+        rate = mode_rate(mode or "", device, machine)
+        row["bound_ms"] = bound(moved, operations, machine["copy_bytes_per_s"], rate) * 1e3
         row["share_of_bound"] = row["bound_ms"] / row["round_ms"]
         row |= count_launches(decoder, plan.tokens)
         rows.append(row)
@@ -419,10 +417,7 @@ def check(device: torch.device, out: Path, plan: Plan = Plan()) -> int:
         "sections": {},
         "seconds": {},
         "failures": {},
-        "machine": {
-            "copy_bytes_per_s": copy_bandwidth(device),
-            "product_ops_per_s": product_rate(device, dtype),
-        },
+        "machine": machine_rates(device, dtype),
     }
     for name, work in sections(plan, device, report):
         begun = time.perf_counter()

@@ -5,13 +5,16 @@ Leaves out: measuring (benchmark.py) and drawing (plots.py).
 
 import json
 import platform
+import shlex
 import statistics
 import sys
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from checkpoint import atomic_file
 from cli import note
 from engine import Decoder
 from generate import choice_gap
@@ -52,6 +55,23 @@ def speeds(cells: list[Cell]) -> list[float]:
     return [tokens / seconds if seconds else 0.0 for tokens, seconds in totals]
 
 
+def speed(cells: list[Cell]) -> float:
+    """Tokens per second: the same, with the median of a prompt's repetitions for its seconds.
+
+    A machine that others use too is slow for seconds at a time, which is a prompt, not all of
+    them."""
+    prompts: dict[int, list[Run]] = {}
+    for cell in cells:
+        if cell.run.decoded:
+            prompts.setdefault(cell.prompt, []).append(cell.run)
+    tokens = sum(runs[0].decoded for runs in prompts.values())
+    seconds = sum(
+        runs[0].decoded * statistics.median(r.decode_s / r.decoded for r in runs)
+        for runs in prompts.values()
+    )
+    return tokens / seconds if seconds else 0.0
+
+
 def spread_of(values: list[float]) -> float:
     """Distance of the extremes as a share of the median."""
     middle = statistics.median(values) if values else 0.0
@@ -76,9 +96,9 @@ def summarize(method: object, cells: list[Cell], plain: list[Cell]) -> dict:
         "method": method.name,
         "tree": getattr(method, "tree", None),
         "temperature": cells[0].temperature,
-        "tokens_per_s": statistics.median(own),
+        "tokens_per_s": speed(cells),
         "tokens_per_s_spread": spread_of(own),
-        "times_plain": statistics.median(ratios) if ratios else None,
+        "times_plain": speed(cells) / speed(plain) if ratios else None,
         "times_plain_spread": spread_of(ratios) if ratios else None,
         "first_token_s": statistics.median(r.prefill_s for r in runs),
         "tokens": decoded,
@@ -133,62 +153,59 @@ def cell_text(value: float | None, form: str, scale: float = 1.0) -> str:
     return "" if value is None else format(value * scale, form)
 
 
-def table(rows: list[dict]) -> str:
+COLUMNS: dict[str, Callable[[dict], str]] = {
+    "method": lambda row: row["method"],
+    "T": lambda row: f"{row['temperature']:g}",
+    "tokens/s": lambda row: f"{row['tokens_per_s']:.1f}",
+    "spread": lambda row: f"{row['tokens_per_s_spread']:.1%}",
+    "x plain": lambda row: cell_text(row["times_plain"], ".2f"),
+    "first token ms": lambda row: cell_text(row["first_token_s"], ".0f", 1e3),
+    "accept.": lambda row: f"{row['acceptance_length']:.2f}",
+    "draft ms": lambda row: cell_text(row["draft_ms"], ".2f"),
+    "verify ms": lambda row: cell_text(row["verify_ms"], ".2f"),
+    "rest ms": lambda row: cell_text(row["rest_ms"], ".2f"),
+    "GB/s": lambda row: cell_text(row["bandwidth_bytes_per_s"], ".1f", 1e-9),
+    "MB/token": lambda row: cell_text(row["bytes_per_token"], ".0f", 1e-6),
+    "memory GB": lambda row: cell_text(row["memory_bytes"], ".2f", 1e-9),
+    "ids as plain": lambda row: same_text(row.get("ids")),
+}
+FEW = ("method", "T", "tokens/s", "x plain", "accept.", "draft ms", "verify ms", "ids as plain")
+
+
+def same_text(ids: dict | None) -> str:
+    if ids is None:
+        return ""
+    if ids["identical"] == ids["prompts"]:
+        return "all"
+    gap = f", gap {ids['gap']:.2g}" if ids["gap"] is not None else ""
+    return f"{ids['identical']} of {ids['prompts']}{gap}"
+
+
+def table(rows: list[dict], columns: Iterable[str] = COLUMNS) -> str:
     """Markdown for people: one line a method and temperature."""
-    lines = [
-        "| method | T | tokens/s | spread | x plain | first token ms | accept. "
-        "| draft ms | verify ms | rest ms "
-        "| GB/s | MB/token | memory GB | ids as plain |",
-        "|---|" + "---|" * 13,
-    ]
-    for row in rows:
-        ids = row.get("ids")
-        same = (
-            ""
-            if ids is None
-            else "all"
-            if ids["identical"] == ids["prompts"]
-            else (
-                f"{ids['identical']} of {ids['prompts']}"
-                + (f", gap {ids['gap']:.2g}" if ids["gap"] is not None else "")
-            )
-        )
-        columns = [
-            row["method"],
-            f"{row['temperature']:g}",
-            f"{row['tokens_per_s']:.1f}",
-            f"{row['tokens_per_s_spread']:.1%}",
-            cell_text(row["times_plain"], ".2f"),
-            cell_text(row["first_token_s"], ".0f", 1e3),
-            f"{row['acceptance_length']:.2f}",
-            cell_text(row["draft_ms"], ".2f"),
-            cell_text(row["verify_ms"], ".2f"),
-            cell_text(row["rest_ms"], ".2f"),
-            cell_text(row["bandwidth_bytes_per_s"], ".1f", 1e-9),
-            cell_text(row["bytes_per_token"], ".0f", 1e-6),
-            cell_text(row["memory_bytes"], ".2f", 1e-9),
-            same,
-        ]
-        lines.append("| " + " | ".join(columns) + " |")
-    return "\n".join(lines)
+    columns = list(columns)
+    lines = [columns, ["---"] * len(columns)]
+    lines += [[COLUMNS[name](row) for name in columns] for row in rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def curve_table(curves: list[dict]) -> str:
-    lines = []
+    """Markdown: milliseconds of a forward by its rows, and under it what the machine would allow."""
+    if not curves:
+        return ""
+    counts = list(curves[0]["rows_ms"])
+    lines = [["rows of a forward", *map(str, counts)], ["---"] * (len(counts) + 1)]
     for curve in curves:
-        counts = list(curve["rows_ms"])
-        lines += [
-            f"| {curve['target']}, rows | " + " | ".join(map(str, counts)) + " |",
-            "|---|" + "---|" * len(counts),
-            "| forward ms | " + " | ".join(f"{curve['rows_ms'][n]:.2f}" for n in counts) + " |",
-            "| bound ms | " + " | ".join(f"{curve['bound_ms'][n]:.2f}" for n in counts) + " |",
-        ]
+        for name, values in (("ms", curve["rows_ms"]), ("bound, ms", curve["bound_ms"])):
+            lines.append([f"{curve['target']}, {name}", *(f"{values[n]:.1f}" for n in counts)])
+    found = [f"| {' | '.join(line)} |" for line in lines]
+    for curve in curves:
         for name, levels in curve["head_level_ms"].items():
-            lines.append(
-                f"{name}, ms a level: " + ", ".join(f"{ms:.2f} at {b}" for b, ms in levels.items())
+            costs = ", ".join(f"{ms:.2f} at {width}" for width, ms in levels.items())
+            found.append(
+                f"\n{name} on {curve['target']}, ms of a draft level by its width: {costs}"
             )
-        lines.append("")
-    return "\n".join(lines)
+    return "\n".join(found)
 
 
 def heading(report: dict) -> str:
@@ -203,6 +220,36 @@ def heading(report: dict) -> str:
         f"{machine['copy_bytes_per_s'] / 1e9:.1f} GB/s, "
         f"products {machine['product_ops_per_s'] / 1e9:.0f} GFLOP/s"
     )
+
+
+BEGIN, END = "<!-- benchmark.py --readme writes this -->", "<!-- up to here -->"
+
+
+def readme_section(report: dict) -> str:
+    """What stands between BEGIN and END in a README: conditions, command, results, row costs."""
+    parts = [
+        heading(report) + ":",
+        f"```console\npython benchmark.py {shlex.join(report['argv'])}\n```",
+        table(report["methods"], FEW),
+        curve_table(report["row_costs"]),
+    ]
+    return "\n\n".join(part for part in parts if part)
+
+
+def find_section(path: Path) -> tuple[str, str]:
+    """What stands before and after the section. ValueError if the file has no place for one."""
+    before, begin, rest = path.read_text(encoding="utf-8").partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not end:
+        raise ValueError(f"{path} has no place for results: add the lines {BEGIN} and {END}")
+    return before + begin, end + after
+
+
+def update_readme(path: Path, section: str) -> None:
+    """Replace the section in the file."""
+    before, after = find_section(path)
+    with atomic_file(path) as file:
+        file.write(f"{before}\n{section}\n{after}".encode())
 
 
 def versions() -> dict:

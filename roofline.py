@@ -240,7 +240,28 @@ def copy_bandwidth(device: torch.device, size: int = 0) -> float:
 
 
 def product_rate(device: torch.device, dtype: torch.dtype, size: int = 0) -> float:
-    """Operations per second of a large matrix product."""
+    """Operations per second of a large matrix product; int8 sums in int32."""
     size = size or (8192 if device.type == "cuda" else 1024)
     a = torch.ones(size, size, dtype=dtype, device=device)
-    return 2 * size**3 / best_seconds(lambda: a @ a, device)
+    product = torch._int_mm if dtype == torch.int8 else torch.mm
+    return 2 * size**3 / best_seconds(lambda: product(a, a), device)
+
+
+def machine_rates(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
+    """What bounds this machine: bytes per second copied, operations per second in dtype and int8."""
+    return {
+        "copy_bytes_per_s": copy_bandwidth(device),
+        "product_ops_per_s": product_rate(device, dtype),
+        "int8_ops_per_s": product_rate(device, torch.int8),
+    }
+
+
+def mode_rate(mode: str, device: torch.device, machine: dict[str, float]) -> float:
+    """Operations per second that bound the products of a quantised mode, or of none.
+
+    On a CPU integers do them all, activations of 16 bits in two passes."""
+    passes = (
+        {"int8-dynamic": 1} if device.type == "cuda" else {"int8-dynamic": 1, "int8": 2, "int4": 2}
+    )
+    plain = machine["product_ops_per_s"]
+    return max(plain, machine["int8_ops_per_s"] / passes[mode]) if mode in passes else plain

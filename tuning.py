@@ -48,7 +48,7 @@ from engine import Decoder, Generation, compile_region
 from model import Transformer
 from sampling import SamplingConfig
 
-ROWS = (1, 4, 8, 16, 32, 64)  # of a target forward; other counts are interpolated
+ROWS = (1, 3, 6, 8, 16, 32, 64)  # of a target forward; other counts are interpolated
 BEAMS = (1, 4, 10)  # of a draft level
 NODES = (4, 8, 16, 24, 32, 48, 64)  # of the static and dynamic trees that are considered
 PROBE = {"nodes": 32, "levels": 8, "top_k": 10}  # the tree whose candidates are recorded
@@ -219,12 +219,16 @@ def candidates(recording: Recording, costs: Costs) -> list[Candidate]:
 
 
 def finalists(found: list[Candidate], plain_speed: float) -> list[Candidate]:
-    """The best of each kind, as far as it may win; the race decides among them."""
+    """The best of each kind and the best of another size, as far as they may win; the race decides
+    among them."""
     best = [
         max((c for c in found if c.kind == kind), key=lambda c: c.speed)
         for kind in ("chain", "static", "dynamic", "lookup")
         if any(c.kind == kind for c in found)
     ]
+    sizes = {c.tree.nodes for c in best}
+    others = [c for c in found if c.tree.nodes not in sizes]
+    best += sorted(others, key=lambda c: -c.speed)[:1]
     top = max(c.speed for c in best)
     chosen = [c for c in best if c.speed > 0.8 * max(top, plain_speed)]
     return sorted(chosen, key=lambda c: -c.speed)

@@ -20,11 +20,23 @@ from engine import Decoder
 from model import ModelConfig
 from peers import Run
 from questions import BUILT_IN, Question, encode_question, prompts_for, read_questions, spread
-from report import Cell, compare_ids, complete, speeds, summarize
+from report import (
+    BEGIN,
+    END,
+    Cell,
+    compare_ids,
+    complete,
+    readme_section,
+    speed,
+    speeds,
+    summarize,
+    update_readme,
+)
 from roofline import CARDS, PRECISIONS, SHAPES
 from sampling import SamplingConfig
 from tuning import row_costs
 
+ROOT = Path(benchmark.__file__).parent
 METHOD = {
     "method": str,
     "tree": str | None,
@@ -155,7 +167,7 @@ def test_every_method_decoded_the_same_and_drafts_kept_the_ids_at_both_temperatu
 
 def test_the_row_cost_curve_covers_the_rows_and_widths(finished):
     (curve,) = json.loads((finished[2] / "results.json").read_text())["row_costs"]
-    assert [int(n) for n in curve["rows_ms"]] == [1, 2, 4, 8, 16, 24, 32, 48, 64]
+    assert [int(n) for n in curve["rows_ms"]] == [1, 2, 4, 8, 16, 24, 26, 32, 48, 64]
     assert all(ms > 0 for ms in curve["rows_ms"].values())
     assert list(curve["head_level_ms"]["head"]) == ["1", "4", "8", "10"]
 
@@ -191,6 +203,29 @@ def test_an_interruption_reports_what_was_measured(files, tmp_path, monkeypatch,
     assert len((tmp_path / "cells.jsonl").read_text().splitlines()) == len(ran) - 2 * 3 - 1
 
 
+def test_results_go_into_the_marked_section_of_a_readme(finished, files, tmp_path):
+    report = json.loads((finished[2] / "results.json").read_text())
+    page = tmp_path / "README.md"
+    page.write_text(f"# A\n{BEGIN}\nold\n{END}\nafter\n")
+    update_readme(page, readme_section(report))
+    update_readme(page, readme_section(report))
+    text = page.read_text()
+    assert text.startswith(f"# A\n{BEGIN}\n{report['device']}") and text.endswith(
+        f"\n{END}\nafter\n"
+    )
+    assert "old" not in text and text.count("| fp32 plain | 0 |") == 1
+    assert "python benchmark.py --checkpoint_path" in text and "| fp32, ms |" in text
+    page.write_text("# A\n")
+    with pytest.raises(ValueError, match=f"add the lines {BEGIN} and {END}"):
+        run(files, "--readme", str(page))
+
+
+def test_the_readme_shows_the_results_that_are_in_docs():
+    report = json.loads((ROOT / "docs" / "results.json").read_text())
+    check_report(report)
+    assert f"{BEGIN}\n{readme_section(report)}\n{END}" in (ROOT / "README.md").read_text()
+
+
 # ---------------------------------------------------------------- arithmetic
 
 
@@ -208,7 +243,15 @@ def test_speed_is_the_sum_of_tokens_over_the_sum_of_seconds():
     assert speeds(cells) == [55.0, 27.5]  # not the mean of 100 and 10
 
 
-def test_ratios_are_taken_within_a_repetition_before_their_median():
+def test_a_slow_moment_of_the_machine_does_not_count():
+    """Each repetition has another prompt at a tenth of the speed."""
+    cells = [cell("m", r, p, 100, 10.0 if r == p else 1.0) for r in range(3) for p in range(3)]
+    assert speed(cells) == 100.0
+    assert speeds(cells) == [25.0] * 3
+    assert speed([cell("m", 0, 0, 0, 0.0)]) == 0.0
+
+
+def test_a_machine_that_slows_down_does_not_change_a_ratio():
     mine = [cell("m", r, 0, 100, s) for r, s in enumerate((1.0, 2.0, 4.0))]
     plain = [
         cell("p", r, 0, 100, s) for r, s in enumerate((2.0, 4.0, 8.0))

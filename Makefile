@@ -12,7 +12,7 @@ MODEL := checkpoints/SmolLM2-135M-Instruct
 HEAD := $(firstword $(wildcard assets/*.safetensors))
 HEAD_INT8 := $(if $(HEAD),$(MODEL)/draft_int8.safetensors)
 # A small tree: on a CPU every row of a forward costs something.
-TREE := dynamic:nodes=8,levels=3,top_k=4
+TREE := dynamic:nodes=8,levels=2,top_k=4
 PROMPT ?= Explain in three sentences why the sky is blue.
 
 .PHONY: demo test test-all lint

@@ -57,10 +57,18 @@ from report import (
     versions,
     write_reports,
 )
-from roofline import bound, machine_rates, mode_rate, pick_card, predict, roofline_table
+from roofline import (
+    bound,
+    linear_parameters,
+    machine_rates,
+    mode_rate,
+    pick_card,
+    predict,
+    roofline_table,
+)
 from sampling import SamplingConfig
 from tokenizer import Tokenizer
-from tuning import head_costs, row_costs, settle
+from tuning import PROMPTS, head_costs, row_costs, settle
 
 ROWS = (1, 2, 4, 8, 16, 24, 26, 32, 48, 64)
 BEAMS = (1, 4, 8, 10)
@@ -176,7 +184,7 @@ def make_decoder(args: Namespace, target: Loaded, index: int, text: str, context
             (device_name(pick_device(args.device)), target.precision),
             model,
             head,
-            lambda: prompts_for(target.tokenizer, model.config.vocab_size, 6, limit),
+            lambda: prompts_for(target.tokenizer, model.config.vocab_size, PROMPTS, limit),
             SamplingConfig(args.temperature[0]),
             args.compile,
             "again" if args.retune else "once",
@@ -209,7 +217,7 @@ def measure(
                 min(8, args.max_new_tokens),
                 stop_ids,
             )
-    for repeat in range(args.repeats):
+    for repeat in range(args.repeats if methods else 0):
         for number, ids in enumerate(prompts):
             turn = (number + repeat) % len(methods)
             for temperature in args.temperature:
@@ -260,25 +268,18 @@ def cost_curves(args: Namespace, loaded: list[Loaded], context: int, machine: di
     """Milliseconds of a target forward by rows and of a draft level by width, with what the machine
     allows at best.
     """
+    decoders = [Decoder(target.model, context, compile=args.compile) for target in loaded]
+    committed = min(256, context // 2)
+    note("measuring what rows cost ...")
     curves = []
-    for target in loaded:
-        decoder = Decoder(target.model, context, compile=args.compile)
-        committed = min(256, context // 2)
-        note(f"measuring rows of {target.name} ...")
-        rows = row_costs(decoder, ROWS, committed)
+    for target, decoder, rows in zip(
+        loaded, decoders, row_costs(decoders, ROWS, committed), strict=True
+    ):
         moved = bytes_per_round(decoder, committed)
-        c = target.model.config
-        linears = (
-            c.n_layer
-            * (
-                c.dim * (2 * c.n_head + 2 * c.n_kv_head) * c.head_dim
-                + 3 * c.dim * c.intermediate_size
-            )
-            + c.vocab_size * c.dim
-        )
+        operations = 2 * linear_parameters(target.model.config)
         rate = mode_rate(target.precision.split("/")[0], decoder.device, machine)
         best = {
-            n: bound(moved, 2 * linears * n, machine["copy_bytes_per_s"], rate) * 1e3 for n in rows
+            n: bound(moved, operations * n, machine["copy_bytes_per_s"], rate) * 1e3 for n in rows
         }
         heads = {}
         for name, head in target.heads.items():
@@ -327,6 +328,7 @@ def parse_args(argv: list[str] | None) -> Namespace:
     add("--threads", type=int, help="CPU threads for everything (default: torch's choice)")
     add("--max_seq_length", type=int, help="context to provide for (what the prompts need)")
     add("--no_compile", dest="compile", action="store_false", help="run eagerly")
+    add("--no_decoding", dest="decoding", action="store_false", help="the row-cost curve only")
     add("--no_row_costs", dest="row_costs", action="store_false", help="no row-cost curve")
     add("--retune", action="store_true", help="let --tree auto measure again")
     add("--out", type=Path, help="directory for results.json, results.md, cells.jsonl and plots")
@@ -350,8 +352,12 @@ def check_args(args: Namespace) -> None:
     args.temperature = args.temperature or [0.0, 1.0]
     for temperature in args.temperature:
         SamplingConfig(temperature, seed=args.seed)
+    if not args.decoding and not args.row_costs:
+        raise ValueError("--no_decoding and --no_row_costs leave nothing to measure: give one")
     if args.readme is not None:
         find_section(args.readme)  # refuse before measuring
+    if args.retune and "auto" not in (args.tree or ()):
+        raise ValueError("--retune measures for --tree auto: give that too")
     if args.tree and not args.draft_checkpoint_path:
         raise ValueError("--tree needs a head: give --draft_checkpoint_path")
 
@@ -408,17 +414,17 @@ def wanted_peers(args: Namespace) -> list[str]:
 
 def compare(args: Namespace, argv: list[str]) -> int:
     """The side-by-side measurement. Returns the exit code."""
-    names = wanted_peers(args)
-    prompts, skipped = read_prompts(args)
+    names = wanted_peers(args) if args.decoding else []
+    prompts, skipped = read_prompts(args) if args.decoding else ([], [])
     loaded = load_all(args)
     device, model = pick_device(args.device), loaded[0].model
-    need = max(map(len, prompts)) + args.max_new_tokens + 1
+    need = max(map(len, prompts)) + args.max_new_tokens + 1 if prompts else 256
     context = fit_context(
         args.max_seq_length or min(need, model.config.max_seq_length), model.config
     )
     stop_ids = frozenset() if args.ignore_eos else frozenset(model.config.eos_ids)
     machine = machine_rates(device, model.norm.weight.dtype)
-    methods: list = list(our_methods(args, loaded, context))
+    methods: list = list(our_methods(args, loaded, context)) if args.decoding else []
     threads = torch.get_num_threads()
     shared: dict = {}
     methods += open_peers(
@@ -479,12 +485,11 @@ def conditions(
 def finish(args: Namespace, report: dict) -> None:
     """The table for people, then one line for machines, then the files."""
     print(f"{heading(report)}\n\n{table(report['methods'])}\n")
-    if report["row_costs"]:
-        print(curve_table(report["row_costs"]))
+    print(curve_table(report["row_costs"]))
     print(json.dumps(report), flush=True)
     if args.out is not None:
         write_reports(args.out, report)
-    if args.readme is not None:
+    if args.readme is not None and not report["interrupted"]:
         update_readme(args.readme, readme_section(report))
 
 

@@ -18,13 +18,18 @@ def note(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+class Help(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows defaults, but not that there is none."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        return action.help or "" if action.default is None else super()._get_help_string(action)
+
+
 class Parser(argparse.ArgumentParser):
     """argparse whose complaint is one line that says where help is."""
 
     def __init__(self, **options: object) -> None:
-        super().__init__(
-            formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False, **options
-        )
+        super().__init__(formatter_class=Help, allow_abbrev=False, **options)
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"error: {' '.join(message.split())} (see {self.prog} --help)\n")

@@ -419,7 +419,7 @@ Tensor attend(Tensor q, Tensor kv, Tensor mask) {
 
 #ifdef TALON_VNNI
 
-constexpr long BLOCK = 16, UNIT = 4 * BLOCK, MOST_GROUPED = 256;
+constexpr long BLOCK = 16, UNIT = 4 * BLOCK, MOST_GROUPSIZE = 256;
 constexpr float TINY = 1e-30f;  // as in quantized_linear.py
 
 struct Steps {  // rows of activations as int8, each with 128 times its sum; the scales of x's rows
@@ -507,6 +507,7 @@ void configure_tiles(long rows = 16, long depth = 64) {
   c.rows[2] = depth / 4, c.bytes[3] = c.bytes[4] = depth;
   written(&c);
   _tile_loadconfig(&c);
+  written(&c);
 }
 
 // sums [16, UNIT] of 16 rows
@@ -551,10 +552,8 @@ void dot_unit(bool amx, const int8_t* x, long T, long K, const uint8_t* w, int32
     return;
   }
 #endif
-  for (long t = 0; t < T; t += 4) {
-    const auto some = T - t >= 4 ? dot_vnni<4> : T - t == 3 ? dot_vnni<3> : T - t == 2 ? dot_vnni<2> : dot_vnni<1>;
-    some(x + t * K, K, w, sums + t * UNIT);
-  }
+  constexpr decltype(&dot_vnni<1>) few[] = {dot_vnni<1>, dot_vnni<2>, dot_vnni<3>, dot_vnni<4>};
+  for (long t = 0; t < T; t += 4) few[std::min(T - t, 4L) - 1](x + t * K, K, w, sums + t * UNIT);
 }
 
 // x fp32 [T, K], weight uint8 [Op/16, Kp/4, 16, 4], scales fp32 [O] -> fp32 [T, O]. x is rounded row
@@ -651,10 +650,10 @@ void dot_groups(const Steps& of, long t, long, long T, long K, long groupsize, c
 
 #ifdef TALON_AMX
 // The same for R <= 16 rows: the 4-bit steps of a group become a tile of bytes. Of up to 8 rows the
-// high and the low halves share a tile; of more, 16 rows are read.
+// high and the low bytes of x share a tile; of more, each tile reads 16 rows.
 void dot_groups_amx(const Steps& of, long t, long R, long T, long K, long groupsize, const uint8_t* w, const uint16_t* scales, const uint16_t* zeros, float* y) {
   const long groups = K / groupsize, half = groupsize / 2, depth = std::min(64L, groupsize);
-  alignas(64) uint8_t steps[MOST_GROUPED * BLOCK];
+  alignas(64) uint8_t steps[MOST_GROUPSIZE * BLOCK];
   alignas(64) int32_t sums[32 * BLOCK];
   const bool shared = T <= 8;
   const int32_t *high = sums, *low = sums + (shared ? T : 16) * BLOCK;
@@ -705,8 +704,11 @@ Tensor grouped_rows(Tensor x, Tensor weight, Tensor scales, Tensor zeros, bool a
   if (!T) return y;
   static thread_local Steps own;
   Steps& rows = own;  // this thread's, for all of them
-  STD_TORCH_CHECK(groupsize <= MOST_GROUPED, "talon: groups of more than 256 inputs");
-  rows.reserve(2 * T + 15, K, groups);
+  STD_TORCH_CHECK(groupsize <= MOST_GROUPSIZE && groupsize % std::min(64L, groupsize) == 0, "talon: a group has 32 or 64 inputs, 128 or 256");
+  rows.reserve(2 * T + 15, K, groups);  // a tile reads 16 rows, from the last one too
+#ifndef TALON_AMX
+  amx = false;
+#endif
   torch::stable::parallel_for(0, T, std::max(1L, 16384 / (K + 1)), [&](int64_t begin, int64_t end) {
     for (long t = begin; t < end; t++) {
       round_row(rows, from, t, T, K, K, 2);
@@ -715,6 +717,7 @@ Tensor grouped_rows(Tensor x, Tensor weight, Tensor scales, Tensor zeros, bool a
   });
   const long grain = std::max(1L, 131072 / (BLOCK * K));  // less is not worth a second core
   torch::stable::parallel_for(0, blocks, grain, [&](int64_t begin, int64_t end) {
+    constexpr decltype(&dot_groups<1>) few[] = {dot_groups<1>, dot_groups<2>, dot_groups<3>, dot_groups<4>};
     alignas(64) float table[16 * BLOCK];
 #ifdef TALON_AMX
     if (amx) configure_tiles(T <= 8 ? 2 * T : 16, std::min(64L, groupsize));
@@ -724,7 +727,7 @@ Tensor grouped_rows(Tensor x, Tensor weight, Tensor scales, Tensor zeros, bool a
         const uint8_t* block = w + b * BLOCK * K / 2;
         const long at = b * groups * BLOCK;
         R = std::min(amx ? 16L : 4L, T - t);
-        auto some = R == 4 ? dot_groups<4> : R == 3 ? dot_groups<3> : R == 2 ? dot_groups<2> : dot_groups<1>;
+        auto some = few[std::min(R, 4L) - 1];
 #ifdef TALON_AMX
         if (amx) some = dot_groups_amx;
 #endif

@@ -511,9 +511,8 @@ class EagleDrafter:
             self.ancestors = ancestor_mask(self.parents, tree.levels)
         self.root_children, self.grow_level = compiled(root_children), compiled(grow_level)
         self.select, self.absorb = compiled(select), compiled(absorb)
-        self.absorb_chunk = (
-            self.absorb if device.type == "cuda" else absorb
-        )  # as in the engine's prefill
+        # As in the engine's prefill.
+        self.absorb_chunk = self.absorb if device.type == "cuda" else absorb
 
     def candidate_parents(self, beams: list[Tensor]) -> Tensor:
         """int64 [M]: flat index of every candidate's parent, -1 for the root; `beams` as flat
@@ -544,7 +543,7 @@ class EagleDrafter:
             )  # fmt: skip
             all_scores.append(above[0])
             all_tokens.append(above[1])
-            if not self.static:  # whose parents are known
+            if not self.static:  # a static tree's parents are known
                 beams.append(rows + tree.block(level))
         if self.static:
             drafted = torch.cat(all_tokens)[self.keep]
@@ -555,36 +554,14 @@ class EagleDrafter:
         )  # fmt: skip
         return torch.cat((root, drafted)), parents, ancestors
 
-    def learn(
-        self,
-        features: list[Tensor],
-        path: Tensor,
-        tokens: Tensor,
-        start: Tensor,
-        last: Tensor,
-        slots: Tensor,
-    ) -> None:
-        """Catch up after a round. See `absorb`; the head's state at the last true entry starts the
-        next tree.
-        """
-        cache = self.cache.layer(0)
-        state = self.absorb(
-            self.head, features, path, tokens, start, last, slots, self.table, cache
-        )
-        self.hidden.copy_(state)
+    def learn(self, *entries: list[Tensor] | Tensor) -> None:
+        """Catch up after a round, with the arguments of `absorb` from `features` to `slots`."""
+        self.take_in(self.absorb, *entries)
 
-    def read(
-        self,
-        features: list[Tensor],
-        path: Tensor,
-        tokens: Tensor,
-        start: Tensor,
-        last: Tensor,
-        slots: Tensor,
-    ) -> None:
+    def read(self, *entries: list[Tensor] | Tensor) -> None:
         """The same for a chunk of the prompt."""
-        cache = self.cache.layer(0)
-        state = self.absorb_chunk(
-            self.head, features, path, tokens, start, last, slots, self.table, cache
-        )
-        self.hidden.copy_(state)
+        self.take_in(self.absorb_chunk, *entries)
+
+    def take_in(self, region: Callable, *entries: list[Tensor] | Tensor) -> None:
+        """The head's state at the last true entry starts the next tree."""
+        self.hidden.copy_(region(self.head, *entries, self.table, self.cache.layer(0)))

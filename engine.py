@@ -2,8 +2,7 @@
 
 Token ids in, token ids out; text lives in text.py. Every tensor of a round has a static shape and a
 static address, so the round is one plain call on a CPU and one CUDA graph on a GPU, with one
-device-to-host copy at its end. Plain decoding is the round whose tree has only a
-root."""
+device-to-host copy at its end. Plain decoding is the round whose tree has only a root."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -96,17 +95,21 @@ def read_chunk(
 
 
 def guards_of_arguments(guards: list) -> list[bool]:
-    """Which of a region's guards to keep: those of its plain arguments. Modules and the program do
-    not change while a decoder lives, and to look at every weight again takes a tenth of a round."""
+    """Which of a region's guards to keep: those of the arguments themselves (`rows`, `nodes[0]`)
+    and of shapes and global state, which have no name.
+
+    Those of globals and of what hangs on an object (`model.layers`, `cache.data`) are dropped: to
+    look at every weight again would take a noticeable part of a round. A decoder never replaces
+    them; a weight or a hook put in later is not seen, which takes a new Decoder."""
     return [not guard.is_global and "." not in guard.name for guard in guards]
 
 
-OPTIONS = {
+INDUCTOR_OPTIONS = {
     # On a CPU the sum of one long row would be split over threads, that of a row among others not:
     # pieces of at least this many elements keep their numbers equal, and forks few.
     "cpp.min_chunk_size": 16384,
     "guard_filter_fn": guards_of_arguments,
-    # Nor are sizes asserted that follow from those: another tenth.
+    # What the graph's own operators return has the sizes that it was compiled for.
     "size_asserts": False,
     "alignment_asserts": False,
     "scalar_asserts": False,
@@ -122,11 +125,10 @@ def compile_region(function: Callable) -> Callable:
     # Compiled code is kept per code object and found by trying one after another: a copy of its own
     # keeps a decoder from searching through what other decoders of the process compiled.
     own = FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
-    torch._dynamo.config.recompile_limit = (
-        256  # an argument of torch.compile in newer releases only
-    )
+    # An argument of torch.compile in newer releases only.
+    torch._dynamo.config.recompile_limit = 256
     # torch.compile takes entries out of the options that it is given, hence a dict of its own.
-    return torch.compile(own, fullgraph=True, dynamic=False, options=dict(OPTIONS))
+    return torch.compile(own, fullgraph=True, dynamic=False, options=dict(INDUCTOR_OPTIONS))
 
 
 class PhaseClock:
@@ -527,9 +529,8 @@ class Generation:
         if decoder.pace is not None:
             decoder.pace.new_text()
         started, waiting = time.perf_counter(), []
-        ahead = (
-            1 if decoder.device.type == "cuda" else 0
-        )  # rounds the host may run ahead of what it has read
+        # Rounds that the host may run ahead of what it has read.
+        ahead = 1 if decoder.device.type == "cuda" else 0
         while self.stop_reason is None:
             while len(waiting) <= ahead and len(self.tokens) + len(waiting) < self.budget:
                 committed = len(self.ids) + len(self.tokens) - 1 + longest * len(waiting)

@@ -12,7 +12,7 @@ import os
 import platform
 import sys
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -104,14 +104,17 @@ def check_output(flag: str, path: Path, inputs: list[Path]) -> None:
 
 def parse_args(argv: list[str] | None) -> Namespace:
     parser = Parser(prog="generate.py", description="Generate text with a converted checkpoint.")
-    add = parser.add_argument
-    add(
-        "--checkpoint_path",
-        type=Path,
-        default=DEMO,
-        help="target file from convert_hf_checkpoint.py",
+    add_prompt_options(parser)
+    add_text_options(parser.add_argument_group("the text").add_argument)
+    add_running_options(parser)
+    return parser.parse_args(argv)
+
+
+def add_prompt_options(parser: Parser) -> None:
+    parser.add_argument(
+        "--checkpoint_path", type=Path, default=DEMO, help="target file (convert_hf_checkpoint.py)"
     )
-    add("--draft_checkpoint_path", default="none", help="head file, or none")
+    parser.add_argument("--draft_checkpoint_path", default="none", help="head file, or none")
     given = parser.add_mutually_exclusive_group()
     given.add_argument("--prompt", help="text; - reads standard input")
     given.add_argument("--prompt_file", type=Path, help="file with the prompt, UTF-8")
@@ -124,49 +127,37 @@ def parse_args(argv: list[str] | None) -> Namespace:
     chat.add_argument(
         "--no_chat", dest="chat", action="store_false", default=None, help="give the text as it is"
     )
-    add("--system", help="system message of the chat")
+    parser.add_argument("--system", help="system message of the chat")
+
+
+def add_text_options(add: Callable) -> None:
     add("--max_new_tokens", type=int, default=256, help="tokens to generate at most")
     add("--temperature", type=float, default=0.0, help="0 is greedy")
     add("--top_k", type=int, default=0, help="choose among this many best tokens; 0: all")
-    add(
-        "--top_p",
-        type=float,
-        default=1.0,
-        help="choose among the best tokens of this total probability",
-    )
+    add("--top_p", type=float, default=1.0, help="choose among the best of this total probability")
     add("--seed", type=int, default=0, help="the text is a function of prompt and seed")
     add("--stop", action="append", default=[], help="text that ends the answer; may be repeated")
     add("--ignore_eos", action="store_true", help="go on past the model's stop tokens")
-    add(
-        "--tree",
-        default="auto",
-        help="none, chain:K, static, dynamic:nodes=N,levels=L,top_k=K, lookup:K, FILE.json",
-    )
-    add(
-        "--retune",
-        action="store_true",
-        help="let --tree auto measure again, instead of using what it remembers",
-    )
-    add("--device", default="auto", help="auto, cpu or cuda")
-    add("--dtype", default="auto", choices=["auto", *DTYPES], help="precision of computing")
-    add(
-        "--max_seq_length", type=int, help="context to provide for (default: what the prompt needs)"
-    )
-    compiling = parser.add_mutually_exclusive_group()
-    compiling.add_argument("--compile", action="store_true", default=True, help="compile")
-    compiling.add_argument("--no_compile", dest="compile", action="store_false", help="run eagerly")
-    add(
-        "--num_samples", type=int, default=1, help="texts to generate, with seeds seed, seed+1, ..."
-    )
-    add(
-        "--check",
-        action="store_true",
-        help="decode plainly too and compare the ids; exit code 1 if they differ",
-    )
+    add("--num_samples", type=int, default=1, help="texts to generate: seeds seed, seed+1, ...")
+    checking = "decode plainly too and compare the ids; exit code 1 if they differ"
+    add("--check", action="store_true", help=checking)
     add("--highlight", action="store_true", help="colour the tokens that the draft guessed")
     add("--json", help="write measurements and ids to this file")
+
+
+def add_running_options(parser: Parser) -> None:
+    running = parser.add_argument_group("running")
+    add = running.add_argument
+    trees = "none, chain:K, static, dynamic:nodes=N,levels=L,top_k=K, lookup:K, FILE.json"
+    add("--tree", default="auto", help=trees)
+    add("--retune", action="store_true", help="let --tree auto measure again")
+    add("--device", default="auto", help="auto, cpu or cuda")
+    add("--dtype", default="auto", choices=["auto", *DTYPES], help="precision of computing")
+    add("--max_seq_length", type=int, help="context to provide for (default: what is needed)")
+    compiling = running.add_mutually_exclusive_group()
+    compiling.add_argument("--compile", action="store_true", default=True, help="compile")
+    compiling.add_argument("--no_compile", dest="compile", action="store_false", help="run eagerly")
     add("--profile", help="write a Chrome trace of the last sample to this file")
-    return parser.parse_args(argv)
 
 
 def read_prompt(args: Namespace) -> str | list[int] | None:
@@ -230,6 +221,11 @@ def check_args(args: Namespace) -> None:
     """Refuse bad values, and flags that would have no effect, before anything is loaded."""
     if args.num_samples < 1:
         raise ValueError(f"num_samples {args.num_samples} is not allowed: give at least 1")
+    if args.retune and (args.tree != "auto" or args.draft_checkpoint_path == "none"):
+        raise ValueError(
+            "--retune measures for --tree auto with a head: give --draft_checkpoint_path, "
+            "and leave --tree out"
+        )
     check_ends(args.max_new_tokens, tuple(args.stop))
     for what, text in (("--system", args.system or ""), *(("--stop", stop) for stop in args.stop)):
         check_text(what, text)

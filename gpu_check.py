@@ -35,7 +35,7 @@ from model import ModelConfig, Transformer
 from quantize import quantize_int4, quantize_int8
 from quantized_linear import LINEARS, pack, swap_linears
 from records import bytes_per_round, project_commit
-from roofline import bound, machine_rates, mode_rate
+from roofline import bound, linear_parameters, machine_rates, mode_rate
 from sampling import SamplingConfig
 from tuning import medians
 
@@ -298,12 +298,6 @@ def decode(decoder: Decoder, count: int, row: dict) -> list[int]:
         "verify_ms": stats.verify_s / stats.rounds * 1e3,
     }
     return generation.tokens
-
-
-def linear_parameters(config: ModelConfig) -> int:
-    c = config
-    attention = c.dim * (2 * c.n_head + 2 * c.n_kv_head) * c.head_dim
-    return c.n_layer * (attention + 3 * c.dim * c.intermediate_size) + c.vocab_size * c.dim
 
 
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")

@@ -31,15 +31,14 @@ def draw(report: dict, out: Path) -> list[Path]:
 
 
 def caption(report: dict) -> str:
-    return (
-        f"{report['device']}, {report['prompts']['count']} prompts, "
-        f"commit {(report['commit'] or 'unknown')[:10]}"
-    )
+    count = report["prompts"]["count"]
+    prompts = f"{count} prompts, " if count else ""
+    return f"{report['device']}, {prompts}commit {report['commit'] or 'unknown'}"
 
 
 def speed_plot(report: dict) -> plt.Figure:
-    """Horizontal bars, one group a method, one bar a temperature, whiskers from slowest to fastest
-    repetition.
+    """Horizontal bars, one group a method, one bar a temperature; whiskers as wide as the
+    repetitions lie apart.
     """
     rows = report["methods"]
     names = list(dict.fromkeys(row["method"] for row in rows))
@@ -71,7 +70,7 @@ def speed_plot(report: dict) -> plt.Figure:
     )
     axes.invert_yaxis()
     axes.margins(x=0.1)
-    axes.set_xlabel("decoded tokens per second, median of the repetitions")
+    axes.set_xlabel("decoded tokens per second, of each prompt the median repetition")
     axes.set_title(caption(report), fontsize=9)
     axes.legend(fontsize=8)
     return figure
@@ -99,23 +98,30 @@ def rows_plot(report: dict) -> plt.Figure:
 
 
 def depth_plot(report: dict) -> plt.Figure:
-    """Share of rounds whose node at each depth was accepted."""
+    """Share of rounds whose node at each depth was accepted; of the first target that ran a tree,
+    since its precision changes little.
+    """
     figure, axes = plt.subplots(figsize=(7, 4.5))
-    names = list(dict.fromkeys(row["method"] for row in report["methods"]))
+    lines: dict[tuple[str, float], list[float]] = {}
     for row in report["methods"]:
         if row["accepted_by_depth"]:
-            color = f"C{names.index(row['method']) % 10}"
-            shares = row["accepted_by_depth"]
-            style = "-" if row["temperature"] == 0 else ":"
-            label = f"{row['method']}, T {row['temperature']:g}"
-            axes.plot(
-                range(1, len(shares) + 1), shares, style, color=color, marker=".", label=label
-            )
+            lines.setdefault((row["tree"], row["temperature"]), row["accepted_by_depth"])
+    trees = list(dict.fromkeys(tree for tree, _ in lines))
+    temperatures = list(dict.fromkeys(temperature for _, temperature in lines))
+    for (tree, temperature), shares in lines.items():
+        axes.plot(
+            range(1, len(shares) + 1),
+            shares,
+            ("-", ":", "--", "-.")[temperatures.index(temperature) % 4],
+            color=f"C{trees.index(tree) % 10}",
+            marker=".",
+            label=f"{tree}, T {temperature:g}",
+        )
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("depth below the root")
     axes.set_ylabel("share of rounds that accept it")
     axes.set_ylim(0, 1)
     axes.grid(alpha=0.3)
     axes.set_title(caption(report), fontsize=9)
-    axes.legend(fontsize=7)
+    axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.01, 1))
     return figure

@@ -26,6 +26,7 @@ from checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from cli import Parser, run
 from model import KVCache, ModelConfig, RMSNorm, TransformerBlock, causal_mask, rope_table
 from quantized_linear import (
+    GROUPSIZE,
     GROUPSIZES,
     LINEARS,
     TINY,
@@ -353,7 +354,7 @@ def open_unquantized(path: Path) -> Checkpoint:
 
 
 def quantize_checkpoint(
-    path: Path, mode: str, groupsize: int = 128, out: Path | None = None
+    path: Path, mode: str, groupsize: int = GROUPSIZE, out: Path | None = None
 ) -> Path:
     """Write the quantised form of a checkpoint and return its path.
 
@@ -448,7 +449,8 @@ def main() -> int:
     add = parser.add_argument
     add("--checkpoint_path", type=Path, help="the file to quantise (convert_hf_checkpoint.py)")
     add("--mode", help=" | ".join(LINEARS))
-    add("--groupsize", type=int, default=128, help="int4: weights that share a scale and a zero")
+    sharing = f"int4: weights that share a scale and a zero (default: {GROUPSIZE})"
+    add("--groupsize", type=int, help=sharing)
     add("--out", type=Path, help="the file to write; default: its name with _MODE, beside it")
     add("--evaluate", type=Path, help="print perplexity and greedy agreement of this file instead")
     add("--against", type=Path, help="the original; default: talon.safetensors beside --evaluate")
@@ -462,7 +464,10 @@ def main() -> int:
     path, mode = arguments.checkpoint_path, arguments.mode
     if path is None or mode is None:
         parser.error("give --checkpoint_path and --mode, or --evaluate")
-    print(describe(path, quantize_checkpoint(path, mode, arguments.groupsize, arguments.out), mode))
+    if arguments.groupsize is not None and mode in LINEARS and mode != "int4":
+        parser.error(f"--groupsize belongs to int4, and the mode is {mode}: leave it out")
+    groupsize = GROUPSIZE if arguments.groupsize is None else arguments.groupsize
+    print(describe(path, quantize_checkpoint(path, mode, groupsize, arguments.out), mode))
     return 0
 
 

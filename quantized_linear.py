@@ -25,7 +25,9 @@ import cpu_kernels
 from checkpoint import TensorSpec
 
 GROUPSIZES = (32, 64, 128, 256)
+GROUPSIZE = 128  # where none is given
 TINY = 1e-30  # a row of activations smaller than this counts as zero
+AMX_ROWS = 4  # from which tiles were measured to be faster; the numbers are the same either way
 
 
 def unpack_int4(packed: Tensor, groupsize: int) -> Tensor:
@@ -132,10 +134,11 @@ class Int8Linear(QuantizedLinear):
             y = self.multiply_on_gpu(smooth, x.dtype)
         elif self.route == "floats":
             y = self.multiply_floats(smooth.contiguous())
-        else:  # the tiles of AMX are made for many rows; both give the same numbers
-            amx = self.route == "amx" and x.shape[0] * self.bits >= 32
+        else:
+            planes = self.bits // 8
+            amx = self.route == "amx" and x.shape[0] * planes >= AMX_ROWS
             y = torch.ops.talon.integer_rows(
-                smooth.contiguous(), self.weight, self.scales, self.bits // 8, amx
+                smooth.contiguous(), self.weight, self.scales, planes, amx
             )
         return self.finish(y, x.dtype)
 
@@ -209,7 +212,7 @@ class Int4Linear(QuantizedLinear):
         elif self.route == "floats":
             y = torch.ops.talon.int4_rows(rows.float().contiguous(), *stored, self.groupsize)
         else:
-            amx = self.route == "amx" and x.shape[0] >= 4
+            amx = self.route == "amx" and x.shape[0] >= AMX_ROWS
             y = torch.ops.talon.grouped_rows(rows.float().contiguous(), *stored, amx)
             y = y[:, : self.out_features]
         return self.finish(y, x.dtype)

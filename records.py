@@ -99,10 +99,11 @@ def describe(record: dict, drafting: bool) -> str:
 
 
 def project_commit() -> str | None:
-    """The commit of a checkout of this project; None where it is not one."""
+    """The commit of a checkout of this project, with "-dirty" where files differ from it; None
+    where it is no checkout."""
     try:
         result = subprocess.run(
-            ["git", "rev-parse", "HEAD"],
+            ["git", "describe", "--always", "--exclude=*", "--abbrev=10", "--dirty"],
             cwd=Path(__file__).parent,
             capture_output=True,
             text=True,

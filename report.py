@@ -8,14 +8,14 @@ import platform
 import shlex
 import statistics
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from checkpoint import atomic_file
-from cli import note
+from cli import note, run
 from engine import Decoder
 from generate import choice_gap
 from peers import Run
@@ -45,31 +45,30 @@ def complete(cells: list[Cell], methods: list) -> list[Cell]:
 
 
 def speeds(cells: list[Cell]) -> list[float]:
-    """Tokens per second of each repetition: sum of tokens over sum of seconds."""
+    """Tokens per second of each repetition."""
     repeats: dict[int, list[Run]] = {}
     for cell in cells:
         repeats.setdefault(cell.repeat, []).append(cell.run)
-    totals = [
-        (sum(r.decoded for r in runs), sum(r.decode_s for r in runs)) for runs in repeats.values()
-    ]
-    return [tokens / seconds if seconds else 0.0 for tokens, seconds in totals]
+    return [speed(runs) for runs in repeats.values()]
 
 
-def speed(cells: list[Cell]) -> float:
-    """Tokens per second: the same, with the median of a prompt's repetitions for its seconds.
-
-    A machine that others use too is slow for seconds at a time, which is a prompt, not all of
-    them."""
+def typical(cells: list[Cell]) -> list[Run]:
+    """Of every prompt the repetition of median speed: a machine that others use too is slow for
+    seconds at a time, which is a prompt, not all of them."""
     prompts: dict[int, list[Run]] = {}
     for cell in cells:
         if cell.run.decoded:
             prompts.setdefault(cell.prompt, []).append(cell.run)
-    tokens = sum(runs[0].decoded for runs in prompts.values())
-    seconds = sum(
-        runs[0].decoded * statistics.median(r.decode_s / r.decoded for r in runs)
+    return [
+        sorted(runs, key=lambda run: run.decode_s / run.decoded)[len(runs) // 2]
         for runs in prompts.values()
-    )
-    return tokens / seconds if seconds else 0.0
+    ]
+
+
+def speed(runs: list[Run]) -> float:
+    """Tokens per second: sum of tokens over sum of seconds."""
+    seconds = sum(run.decode_s for run in runs)
+    return sum(run.decoded for run in runs) / seconds if seconds else 0.0
 
 
 def spread_of(values: list[float]) -> float:
@@ -79,11 +78,10 @@ def spread_of(values: list[float]) -> float:
 
 
 def summarize(method: object, cells: list[Cell], plain: list[Cell]) -> dict:
-    """One method at one temperature. `plain` holds the cells of its target's plain decoding, or
-    none.
+    """One method at one temperature, from the typical repetition of every prompt; the spreads are
+    those of whole repetitions. `plain` holds the cells of its target's plain decoding, or none.
     """
-    runs = [cell.run for cell in cells]
-    own, base = speeds(cells), speeds(plain)
+    runs, own, base = typical(cells), speeds(cells), speeds(plain)
     ratios = [a / b for a, b in zip(own, base, strict=False) if b]
     rounds, decoded = sum(r.rounds for r in runs), sum(r.decoded for r in runs)
     decode_s = sum(r.decode_s for r in runs)
@@ -96,11 +94,11 @@ def summarize(method: object, cells: list[Cell], plain: list[Cell]) -> dict:
         "method": method.name,
         "tree": getattr(method, "tree", None),
         "temperature": cells[0].temperature,
-        "tokens_per_s": speed(cells),
+        "tokens_per_s": speed(runs),
         "tokens_per_s_spread": spread_of(own),
-        "times_plain": speed(cells) / speed(plain) if ratios else None,
+        "times_plain": speed(runs) / speed(typical(plain)) if ratios else None,
         "times_plain_spread": spread_of(ratios) if ratios else None,
-        "first_token_s": statistics.median(r.prefill_s for r in runs),
+        "first_token_s": statistics.median(cell.run.prefill_s for cell in cells),
         "tokens": decoded,
         "rounds": rounds,
         "plain_rounds": sum(r.plain_rounds for r in runs),
@@ -113,7 +111,7 @@ def summarize(method: object, cells: list[Cell], plain: list[Cell]) -> dict:
         "bytes_per_token": moved / decoded if moved and decoded else None,
         "bandwidth_bytes_per_s": moved / decode_s if moved and decode_s else None,
         "memory_bytes": method.memory_bytes,
-        "peak_memory_bytes": max((r.peak_memory_bytes for r in runs), default=0) or None,
+        "peak_memory_bytes": max((c.run.peak_memory_bytes for c in cells), default=0) or None,
     }
 
 
@@ -169,7 +167,7 @@ COLUMNS: dict[str, Callable[[dict], str]] = {
     "memory GB": lambda row: cell_text(row["memory_bytes"], ".2f", 1e-9),
     "ids as plain": lambda row: same_text(row.get("ids")),
 }
-FEW = ("method", "T", "tokens/s", "x plain", "accept.", "draft ms", "verify ms", "ids as plain")
+FEW = ("method", "tokens/s", "spread", "x plain", "accept.", "draft ms", "verify ms")
 
 
 def same_text(ids: dict | None) -> str:
@@ -181,24 +179,45 @@ def same_text(ids: dict | None) -> str:
     return f"{ids['identical']} of {ids['prompts']}{gap}"
 
 
-def table(rows: list[dict], columns: Iterable[str] = COLUMNS) -> str:
+def table(rows: list[dict]) -> str:
     """Markdown for people: one line a method and temperature."""
-    columns = list(columns)
-    lines = [columns, ["---"] * len(columns)]
-    lines += [[COLUMNS[name](row) for name in columns] for row in rows]
+    if not rows:
+        return ""
+    return markdown([list(COLUMNS), *([form(row) for form in COLUMNS.values()] for row in rows)])
+
+
+def short_table(rows: list[dict]) -> str:
+    """One line a method: a few columns at the first temperature, speeds and ids at the others."""
+    if not rows:
+        return ""
+    first = [row for row in rows if row["temperature"] == rows[0]["temperature"]]
+    others = sorted({row["temperature"] for row in rows} - {rows[0]["temperature"]})
+    by_method = {(row["method"], row["temperature"]): row for row in rows}
+    lines = [[*FEW, *(f"tokens/s at T {value:g}" for value in others), "ids as plain"]]
+    for row in first:
+        more = [by_method.get((row["method"], value)) for value in others]
+        ids = dict.fromkeys(same_text(r["ids"]) for r in (row, *more) if r and "ids" in r)
+        speeds_ = [COLUMNS["tokens/s"](r) if r else "" for r in more]
+        lines.append([*(COLUMNS[name](row) for name in FEW), *speeds_, "; ".join(ids)])
+    return markdown(lines)
+
+
+def markdown(lines: list[list[str]]) -> str:
+    """A table whose first line is the heading."""
+    lines = [lines[0], ["---"] * len(lines[0]), *lines[1:]]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def curve_table(curves: list[dict]) -> str:
-    """Markdown: milliseconds of a forward by its rows, and under it what the machine would allow."""
+    """Markdown: milliseconds of a forward by its rows, and what the machine would allow."""
     if not curves:
         return ""
     counts = list(curves[0]["rows_ms"])
-    lines = [["rows of a forward", *map(str, counts)], ["---"] * (len(counts) + 1)]
+    lines = [["rows of a forward", *map(str, counts)]]
     for curve in curves:
         for name, values in (("ms", curve["rows_ms"]), ("bound, ms", curve["bound_ms"])):
             lines.append([f"{curve['target']}, {name}", *(f"{values[n]:.1f}" for n in counts)])
-    found = [f"| {' | '.join(line)} |" for line in lines]
+    found = [markdown(lines)]
     for curve in curves:
         for name, levels in curve["head_level_ms"].items():
             costs = ", ".join(f"{ms:.2f} at {width}" for width, ms in levels.items())
@@ -210,29 +229,41 @@ def curve_table(curves: list[dict]) -> str:
 
 def heading(report: dict) -> str:
     """What was measured, where and with what: a table without it means nothing."""
-    machine = report["machine"]
-    return (
+    machine, prompts = report["machine"], report["prompts"]
+    parts = [
         f"{report['device']}, torch {report['versions']['torch']}, "
-        f"commit {(report['commit'] or 'unknown')[:10]}; {report['prompts']['count']} prompts of "
-        f"{report['prompts']['file']}, "
-        f"{report['max_new_tokens']} tokens at most, {report['repeats']} repetitions"
-        f"{' (interrupted)' if report['interrupted'] else ''}; copy "
-        f"{machine['copy_bytes_per_s'] / 1e9:.1f} GB/s, "
-        f"products {machine['product_ops_per_s'] / 1e9:.0f} GFLOP/s"
+        f"commit {report['commit'] or 'unknown'}"
+    ]
+    if prompts["count"]:
+        parts.append(
+            f"{prompts['count']} prompts of {prompts['file']}, {report['max_new_tokens']} tokens "
+            f"at most, {report['repeats']} repetitions"
+        )
+    if report["row_costs"]:
+        parts.append(f"row costs behind {report['row_costs'][0]['committed']} cached tokens")
+    if report["interrupted"]:
+        parts.append("interrupted")
+    parts.append(
+        f"copy {machine['copy_bytes_per_s'] / 1e9:.1f} GB/s, "
+        f"products {machine['product_ops_per_s'] / 1e9:.0f} GFLOP/s, "
+        f"in int8 {machine['int8_ops_per_s'] / 1e9:.0f} GOP/s"
     )
+    return "; ".join(parts)
 
 
 BEGIN, END = "<!-- benchmark.py --readme writes this -->", "<!-- up to here -->"
 
 
-def readme_section(report: dict) -> str:
-    """What stands between BEGIN and END in a README: conditions, command, results, row costs."""
-    parts = [
-        heading(report) + ":",
-        f"```console\npython benchmark.py {shlex.join(report['argv'])}\n```",
-        table(report["methods"], FEW),
-        curve_table(report["row_costs"]),
-    ]
+def readme_section(*reports: dict) -> str:
+    """What stands between BEGIN and END in a README: each run's conditions, command and tables."""
+    parts = []
+    for report in reports:
+        parts += [
+            f"{heading(report)}:",
+            f"```console\npython benchmark.py {shlex.join(report['argv'])}\n```",
+            short_table(report["methods"]),
+            curve_table(report["row_costs"]),
+        ]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -265,8 +296,9 @@ def versions() -> dict:
 def write_reports(out: Path, report: dict) -> None:
     """results.json (one line), results.md and, where matplotlib is installed, the plots."""
     (out / "results.json").write_text(json.dumps(report) + "\n", encoding="utf-8")
-    text = f"{heading(report)}\n\n{table(report['methods'])}\n\n{curve_table(report['row_costs'])}"
-    (out / "results.md").write_text(text, encoding="utf-8")
+    tables = table(report["methods"]), curve_table(report["row_costs"])
+    text = "\n\n".join(part for part in (heading(report), *tables) if part)
+    (out / "results.md").write_text(text + "\n", encoding="utf-8")
     try:
         import plots
     except ImportError:
@@ -274,3 +306,17 @@ def write_reports(out: Path, report: dict) -> None:
         return
     for path in plots.draw(report, out):
         note(f"wrote {path}")
+
+
+def main() -> int:
+    """python report.py RESULTS.json ... README.md: write the README's section anew."""
+    *files, page = sys.argv[1:] or [""]
+    if not files:
+        raise ValueError("give the results.json of a run or of several, and a README.md")
+    reports = [json.loads(Path(file).read_text(encoding="utf-8")) for file in files]
+    update_readme(Path(page), readme_section(*reports))
+    return 0
+
+
+if __name__ == "__main__":
+    run(main)

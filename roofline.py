@@ -20,6 +20,8 @@ from dataclasses import dataclass
 
 import torch
 
+from model import ModelConfig
+
 EFFICIENCY = 0.90  # of the data sheet's bandwidth and rate that a good kernel reaches
 CONTEXT = 1024  # tokens in the cache
 
@@ -118,6 +120,13 @@ PUBLISHED = [
     Published("Vicuna-13B", "EAGLE-2", "eagle1", 32000, 60, 6, 10, 4.83),
     Published("Vicuna-13B", "EAGLE-3", "eagle3", 32000, 60, 8, 10, 6.65),
 ]
+
+
+def linear_parameters(config: ModelConfig) -> int:
+    """Of a target's linears, lm_head included."""
+    c = config
+    attention = c.dim * (2 * c.n_head + 2 * c.n_kv_head) * c.head_dim
+    return c.n_layer * (attention + 3 * c.dim * c.intermediate_size) + c.vocab_size * c.dim
 
 
 def bound(moved: float, operations: float, bandwidth: float, rate: float) -> float:
@@ -244,11 +253,11 @@ def product_rate(device: torch.device, dtype: torch.dtype, size: int = 0) -> flo
     size = size or (8192 if device.type == "cuda" else 1024)
     a = torch.ones(size, size, dtype=dtype, device=device)
     product = torch._int_mm if dtype == torch.int8 else torch.mm
-    return 2 * size**3 / best_seconds(lambda: product(a, a), device)
+    return 2 * size**3 / best_seconds(lambda: product(a, a.t()), device)
 
 
 def machine_rates(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
-    """What bounds this machine: bytes per second copied, operations per second in dtype and int8."""
+    """What bounds this machine: bytes per second of a copy, operations per second by dtype."""
     return {
         "copy_bytes_per_s": copy_bandwidth(device),
         "product_ops_per_s": product_rate(device, dtype),
@@ -260,8 +269,6 @@ def mode_rate(mode: str, device: torch.device, machine: dict[str, float]) -> flo
     """Operations per second that bound the products of a quantised mode, or of none.
 
     On a CPU integers do them all, activations of 16 bits in two passes."""
-    passes = (
-        {"int8-dynamic": 1} if device.type == "cuda" else {"int8-dynamic": 1, "int8": 2, "int4": 2}
-    )
+    passes = {"int8-dynamic": 1} | ({} if device.type == "cuda" else {"int8": 2, "int4": 2})
     plain = machine["product_ops_per_s"]
     return max(plain, machine["int8_ops_per_s"] / passes[mode]) if mode in passes else plain

@@ -39,7 +39,7 @@ from model import ModelConfig
 from questions import prompts_for
 from sampling import GREEDY, SamplingConfig
 from tokenizer import StreamDecoder, Tokenizer
-from tuning import settle
+from tuning import PROMPTS, settle
 
 
 def encode(tokenizer: Tokenizer | None, prompt: str | list[dict] | list[int]) -> list[int]:
@@ -283,7 +283,7 @@ def load(
             (file.path, head_file.path), (device_name(where), precision_name(file, precision)),
             model, head,
             lambda: prompts_for(
-                tokenizer, config.vocab_size, 6, min(512, config.max_seq_length // 2)
+                tokenizer, config.vocab_size, PROMPTS, min(512, config.max_seq_length // 2)
             ),
             sampling, compile, tune, note,
         )  # fmt: skip

@@ -12,6 +12,7 @@ beginning and end, draft_eval.py the measurement of what was trained. Leaves out
 import argparse
 import json
 import os
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -49,38 +50,32 @@ EVALUATION_FILE = "evaluation.json"
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = cli.Parser(description=__doc__.partition("\n\n")[0])
-    add = parser.add_argument
-    add(
-        "--checkpoint_path",
-        type=Path,
-        default=cli.DEMO,
-    )
-    add("--head", choices=("eagle1", "eagle3"), default="eagle1")
-    add(
-        "--out",
-        type=Path,
-        required=True,
-        help="directory for the head, its log and what --resume needs",
-    )
+    add_head_options(parser.add_argument_group("the head").add_argument)
+    add_data_options(parser.add_argument_group("the data").add_argument)
+    add_training_options(parser.add_argument_group("the training").add_argument)
+    add_run_options(parser.add_argument_group("the run").add_argument)
+    return parser.parse_args(argv)
+
+
+def add_head_options(add: Callable) -> None:
+    add("--checkpoint_path", type=Path, default=cli.DEMO, help="the target file")
+    add("--head", choices=("eagle1", "eagle3"), default="eagle1", help="its family")
+    add("--out", type=Path, required=True, help="directory: head, log and what --resume needs")
+    add("--draft_vocab_size", type=int, help="tokens it can guess (default: all, at most 32000)")
+    add("--init", type=Path, help="a talon_draft.safetensors to go on from, with a new schedule")
+
+
+def add_data_options(add: Callable) -> None:
     add("--data", default="self", help="self, or a JSON lines file of conversations")
-    add(
-        "--regenerate",
-        action="store_true",
-        help="let the target answer the user turns of --data anew",
-    )
-    add(
-        "--answer_tokens",
-        type=int,
-        default=1_000_000,
-        help="how many --data self or --regenerate makes",
-    )
-    add(
-        "--data_batch",
-        type=int,
-        default=128,
-        help="conversations that the target answers at a time",
-    )
-    add("--epochs", type=int, default=3)
+    add("--regenerate", action="store_true", help="let the target answer the turns of --data anew")
+    add("--answer_tokens", type=int, default=10**6, help="how many self or --regenerate makes")
+    add("--data_batch", type=int, default=128, help="conversations answered at a time")
+    add("--max_length", type=int, help="tokens; longer conversations are left out (default: 2048)")
+    add("--validation", type=float, default=0.02, help="share of conversations held out")
+
+
+def add_training_options(add: Callable) -> None:
+    add("--epochs", type=int, default=3, help="times that every answer is seen")
     add("--batch_tokens", type=int, default=512, help="answer tokens of a step")
     add("--lr", type=float, default=1.5e-3, help="of the matrices; norms and lm_head: a quarter")
     add("--warmup", type=float, default=0.04, help="share of the steps")
@@ -88,58 +83,26 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--unroll_from", type=float, default=0.5, help="share of the steps after which they are")
     add("--level_decay", type=float, default=0.8, help="weight of a level against the one before")
     add("--feature_weight", type=float, default=1.0, help="weight of the feature loss (eagle1)")
-    add(
-        "--feature_noise",
-        type=float,
-        default=0.5,
-        help="noise on the features, in units of their usual size",
-    )
-    add("--draft_vocab_size", type=int, help="default: the target's, at most 32000")
-    add(
-        "--max_length",
-        type=int,
-        help="tokens of a conversation, longer ones are left out; default 2048",
-    )
-    add("--validation", type=float, default=0.02, help="share of conversations held out")
-    add("--device", default="auto")
-    add(
-        "--dtype",
-        choices=("fp32", "bf16"),
-        default="fp32",
-        help="of the target, and autocast of the head",
-    )
-    add(
-        "--cache_gib",
-        type=float,
-        default=2.0,
-        help="memory for the target's features, which epochs share",
-    )
-    add(
-        "--shard_target",
-        action="store_true",
-        help="under torchrun: spread the target's layers over the GPUs (FSDP); every process "
-        "holds all of it in CPU memory while loading",
-    )
-    add("--seed", type=int, default=0)
-    add("--log_every", type=int, default=20)
-    add("--validate_every", type=int, default=500)
-    add("--save_every", type=int, default=500)
-    add("--init", type=Path, help="a talon_draft.safetensors to go on from, with a new schedule")
-    add(
-        "--evaluate",
-        type=Path,
-        metavar="QUESTIONS",
-        help="do not train: measure the head in --out on these questions",
-    )
-    add(
-        "--trees",
-        nargs="+",
-        default=["chain:4", "dynamic:nodes=32,levels=6,top_k=8"],
-        help="for --evaluate",
-    )
-    add("--new_tokens", type=int, default=128, help="of an answer, for --evaluate")
+    add("--feature_noise", type=float, default=0.5, help="in units of the features' usual size")
+    add("--seed", type=int, default=0, help="of the order, the noise and the weights at the start")
+
+
+def add_run_options(add: Callable) -> None:
+    add("--device", default="auto", help="auto, cpu or cuda")
+    precision = "of the target; in bf16 the head trains under autocast"
+    add("--dtype", choices=("fp32", "bf16"), default="fp32", help=precision)
+    add("--cache_gib", type=float, default=2.0, help="memory for features that epochs share")
+    sharding = "under torchrun: spread the target over the GPUs (FSDP); each loads it whole first"
+    add("--shard_target", action="store_true", help=sharding)
+    add("--log_every", type=int, default=20, help="steps")
+    add("--validate_every", type=int, default=500, help="steps")
+    add("--save_every", type=int, default=500, help="steps")
     add("--resume", action="store_true", help="go on with the run in --out")
-    return parser.parse_args(argv)
+    measuring = "do not train: measure the head in --out on these questions"
+    add("--evaluate", type=Path, metavar="QUESTIONS", help=measuring)
+    trees = ["chain:4", "dynamic:nodes=32,levels=6,top_k=8"]
+    add("--trees", nargs="+", default=trees, help="for --evaluate")
+    add("--new_tokens", type=int, default=128, help="of an answer, for --evaluate")
 
 
 ALLOWED = {
@@ -242,6 +205,8 @@ def prepare(args: argparse.Namespace, rank: int, world: int, device: torch.devic
     ):
         if args.shard_target and wrong:
             raise ValueError(f"--shard_target {what}")
+    if args.data == "self" and args.regenerate:
+        raise ValueError("--regenerate answers the turns of a file: give it as --data FILE")
     if args.data != "self" and not Path(args.data).is_file():
         raise ValueError(f"{args.data!r} is no file: give --data self or a JSON lines file")
     args.out.mkdir(parents=True, exist_ok=True)

@@ -16,7 +16,7 @@ import itertools
 import json
 import statistics
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -52,8 +52,9 @@ ROWS = (1, 3, 6, 8, 16, 32, 64)  # of a target forward; other counts are interpo
 BEAMS = (1, 4, 10)  # of a draft level
 NODES = (4, 8, 16, 24, 32, 48, 64)  # of the static and dynamic trees that are considered
 PROBE = {"nodes": 32, "levels": 8, "top_k": 10}  # the tree whose candidates are recorded
+PROMPTS, TOKENS = 12, 32  # built-in prompts and new tokens of each: what lookup gains varies widely
 LEAST_GAIN = 1.02  # over plain decoding; less is noise, and plain is simpler
-VERSION = 2  # a stored choice counts for the kernels it was measured with
+VERSION = 3  # a stored choice counts for the kernels it was measured with
 SHORTEST = 64  # a context below this leaves nothing to measure: the preset stays
 GREEDY = SamplingConfig()
 
@@ -141,10 +142,21 @@ def target_pass(decoder: Decoder, rows: int, committed: int) -> Callable[[], obj
     return run
 
 
-def row_costs(decoder: Decoder, rows: Iterable[int], committed: int) -> dict[int, float]:
-    return medians({n: target_pass(decoder, n, committed) for n in rows}, decoder.device)
+@torch.inference_mode()
+def row_costs(
+    decoders: Sequence[Decoder], rows: Sequence[int], committed: int
+) -> list[dict[int, float]]:
+    """Seconds of every decoder's target forward by rows; all of them take turns."""
+    calls = {
+        (index, n): target_pass(decoder, n, committed)
+        for index, decoder in enumerate(decoders)
+        for n in rows
+    }
+    taken = medians(calls, decoders[0].device)
+    return [{n: taken[index, n] for n in rows} for index in range(len(decoders))]
 
 
+@torch.inference_mode()
 def head_costs(
     decoder: Decoder, head: DraftHead, beams: Iterable[int], committed: int, compile: bool
 ) -> Costs:
@@ -219,19 +231,21 @@ def candidates(recording: Recording, costs: Costs) -> list[Candidate]:
 
 
 def finalists(found: list[Candidate], plain_speed: float) -> list[Candidate]:
-    """The best of each kind and the best of another size, as far as they may win; the race decides
-    among them."""
+    """The best of each kind, and the best of at most half or at least twice the nodes of the best
+    of all, as far as they may win; at most four. The race decides among them."""
     best = [
         max((c for c in found if c.kind == kind), key=lambda c: c.speed)
         for kind in ("chain", "static", "dynamic", "lookup")
         if any(c.kind == kind for c in found)
     ]
-    sizes = {c.tree.nodes for c in best}
-    others = [c for c in found if c.tree.nodes not in sizes]
-    best += sorted(others, key=lambda c: -c.speed)[:1]
-    top = max(c.speed for c in best)
-    chosen = [c for c in best if c.speed > 0.8 * max(top, plain_speed)]
-    return sorted(chosen, key=lambda c: -c.speed)
+    top = max(best, key=lambda c: c.speed)
+    nodes = top.tree.nodes
+    others = [c for c in found if c.tree.nodes <= nodes // 2 or c.tree.nodes >= 2 * nodes]
+    other = max(others, key=lambda c: c.speed, default=top)
+    chosen = [c for c in best if c.speed > 0.8 * max(top.speed, plain_speed)]
+    if other not in best and other.speed > 0.8 * max(top.speed, plain_speed):
+        chosen.append(other)
+    return sorted(chosen, key=lambda c: -c.speed)[:4]
 
 
 @dataclass(frozen=True)
@@ -273,28 +287,26 @@ class Choice:
 
 
 class Racer:
-    """One decoder in the race, and what it has used so far."""
+    """One decoder in the race, and what it has done so far."""
 
     def __init__(self, decoder: Decoder) -> None:
         self.decoder = decoder
-        self.tokens = 0
+        self.tokens = self.rounds = 0
         self.round_times: list[float] = []
 
-    def decode(self, ids: list[int], budget: int, sampling: SamplingConfig) -> Iterator[None]:
-        """One text, a forward a step."""
+    def decode(self, ids: list[int], budget: int, sampling: SamplingConfig) -> Iterator[float]:
+        """One text; yields the seconds of every forward, the prefill's as zero."""
         self.decoder.cached = []
-        stats = (generation := Generation(self.decoder, ids, sampling, budget)).stats
-        before = 0.0
+        generation = Generation(self.decoder, ids, sampling, budget)
+        stats, before = generation.stats, 0.0
         for _ in generation:
-            if stats.rounds:
-                self.round_times.append(stats.decode_s - before)
+            yield stats.decode_s - before
             before = stats.decode_s
-            yield
-        self.tokens += stats.emitted
+        self.tokens, self.rounds = self.tokens + stats.emitted, self.rounds + stats.rounds
 
     @property
     def acceptance_length(self) -> float:
-        return self.tokens / max(len(self.round_times), 1)
+        return self.tokens / max(self.rounds, 1)
 
     @property
     def round_s(self) -> float:
@@ -309,18 +321,38 @@ class Racer:
 def race(
     racers: list[Racer], prompts: list[list[int]], budget: int, sampling: SamplingConfig
 ) -> None:
-    """All of them on every prompt, in turns: of one round on a CPU, whose speed varies from second
-    to second; of a whole text on a GPU, where a round is queued while the one before runs."""
+    """All of them on every prompt, in an order that changes from prompt to prompt.
+
+    They take turns of one round on a CPU, whose speed varies from second to second; of a whole text
+    on a GPU, where a round is queued while the one before runs."""
     for racer in racers:
         racer.decoder.warm_up(sampling.kind)
-    on_gpu = racers[0].decoder.device.type == "cuda"
-    for ids in prompts:
-        waiting = [racer.decode(ids, budget, sampling) for racer in racers]
-        while waiting:
-            text = waiting.pop(0)
-            steps = sum(1 for _ in itertools.islice(text, None if on_gpu else 1))
-            if steps and not on_gpu:
-                waiting.append(text)
+    for index, ids in enumerate(prompts):
+        turn = index % len(racers)
+        texts = [
+            (racer, racer.decode(ids, budget, sampling)) for racer in racers[turn:] + racers[:turn]
+        ]
+        if racers[0].decoder.device.type == "cuda":
+            for racer, text in texts:
+                racer.round_times += list(text)[1:]
+        else:
+            take_turns(texts)
+
+
+def take_turns(texts: list[tuple[Racer, Iterator[float]]]) -> None:
+    """One forward each until all are done; times count while all still run, the first left out."""
+    ended: list[Racer] = []
+    for forward in itertools.count():
+        taken = {}
+        for racer, text in texts:
+            if racer not in ended:
+                taken[racer] = next(text, None)
+        ended += [racer for racer, seconds in taken.items() if seconds is None]
+        if len(ended) == len(texts):
+            return
+        if forward and not ended:
+            for racer, seconds in taken.items():
+                racer.round_times.append(seconds)
 
 
 def tune(
@@ -329,17 +361,15 @@ def tune(
     prompts: list[list[int]],
     sampling: SamplingConfig = GREEDY,
     compile: bool = True,
-    budget: int = 48,
+    budget: int = TOKENS,
     say: Callable[[str], None] = lambda text: None,
 ) -> Choice:
-    """Measure and choose. `prompts` are token ids; the whole takes a minute or two on a small
-    model.
-    """
+    """Measure and choose. `prompts` are token ids; a small model takes two minutes or three."""
     context = min(model.config.max_seq_length, max(map(len, prompts)) + budget + 80)
     plain = Decoder(model, context, compile=compile)
     committed = int(statistics.mean(map(len, prompts))) + budget // 2  # as the race will have it
     say("tuning: measuring what rows and draft levels cost here ...")
-    costs = Costs(row_costs(plain, ROWS, committed))
+    costs = Costs(row_costs([plain], ROWS, committed)[0])
     width = min(PROBE["top_k"], head.config.draft_vocab_size)
     levels = min(PROBE["levels"], max(context // 4, 1))
     beams = [beam for beam in BEAMS if beam <= width]

@@ -30,6 +30,7 @@ from report import (
     speed,
     speeds,
     summarize,
+    typical,
     update_readme,
 )
 from roofline import CARDS, PRECISIONS, SHAPES
@@ -213,7 +214,8 @@ def test_results_go_into_the_marked_section_of_a_readme(finished, files, tmp_pat
     assert text.startswith(f"# A\n{BEGIN}\n{report['device']}") and text.endswith(
         f"\n{END}\nafter\n"
     )
-    assert "old" not in text and text.count("| fp32 plain | 0 |") == 1
+    assert "old" not in text and text.count("| fp32 plain |") == 1
+    assert re.search(r"^\| method .* tokens/s at T 1 \| ids as plain \|$", text, re.M)
     assert "python benchmark.py --checkpoint_path" in text and "| fp32, ms |" in text
     page.write_text("# A\n")
     with pytest.raises(ValueError, match=f"add the lines {BEGIN} and {END}"):
@@ -221,9 +223,20 @@ def test_results_go_into_the_marked_section_of_a_readme(finished, files, tmp_pat
 
 
 def test_the_readme_shows_the_results_that_are_in_docs():
-    report = json.loads((ROOT / "docs" / "results.json").read_text())
+    files = [ROOT / "docs" / "results.json", ROOT / "docs" / "rows" / "results.json"]
+    reports = [json.loads(file.read_text()) for file in files]
+    for report in reports:
+        check_report(report)
+    assert reports[0]["methods"] and reports[1]["row_costs"]
+    assert f"{BEGIN}\n{readme_section(*reports)}\n{END}" in (ROOT / "README.md").read_text()
+
+
+def test_the_row_cost_curve_can_be_measured_alone(files, tmp_path, capsys):
+    assert run(files, "--no_decoding", "--out", str(tmp_path)) == 0
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
     check_report(report)
-    assert f"{BEGIN}\n{readme_section(report)}\n{END}" in (ROOT / "README.md").read_text()
+    assert report["methods"] == [] and len(report["row_costs"]) == 1
+    assert "128 cached tokens" in (tmp_path / "results.md").read_text()
 
 
 # ---------------------------------------------------------------- arithmetic
@@ -246,9 +259,12 @@ def test_speed_is_the_sum_of_tokens_over_the_sum_of_seconds():
 def test_a_slow_moment_of_the_machine_does_not_count():
     """Each repetition has another prompt at a tenth of the speed."""
     cells = [cell("m", r, p, 100, 10.0 if r == p else 1.0) for r in range(3) for p in range(3)]
-    assert speed(cells) == 100.0
+    assert speed(typical(cells)) == 100.0
     assert speeds(cells) == [25.0] * 3
-    assert speed([cell("m", 0, 0, 0, 0.0)]) == 0.0
+    assert speed(typical([cell("m", 0, 0, 0, 0.0)])) == 0.0
+    row = summarize(Method(), cells, cells)
+    assert row["tokens_per_s"] == 100.0 and row["times_plain"] == 1.0
+    assert row["tokens"] == 300  # of one repetition
 
 
 def test_a_machine_that_slows_down_does_not_change_a_ratio():
@@ -508,10 +524,20 @@ def test_bounds_of_this_machine_are_positive_and_a_bound_is_the_larger_of_two():
     )
 
 
+def test_integers_bound_the_products_of_quantised_modes_where_they_do_them():
+    machine = {"product_ops_per_s": 3.0, "int8_ops_per_s": 12.0}
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    modes = ("", "fp32", "int8", "int8-dynamic", "int4")
+    assert [roofline.mode_rate(mode, cpu, machine) for mode in modes] == [3, 3, 6, 12, 6]
+    assert [roofline.mode_rate(mode, gpu, machine) for mode in modes] == [3, 3, 3, 12, 3]
+    slow = machine | {"int8_ops_per_s": 1.0}
+    assert roofline.mode_rate("int8-dynamic", cpu, slow) == 3
+
+
 def test_row_costs_leave_the_decoder_as_it_was():
     decoder = Decoder(random_model(), 64, compile=False)
     before = decoder.length.clone()
-    assert set(row_costs(decoder, (1, 3), 20)) == {1, 3}
+    assert [set(rows) for rows in row_costs([decoder], (1, 3), 20)] == [{1, 3}]
     assert torch.equal(decoder.length, before)
 
 
@@ -525,6 +551,8 @@ def test_row_costs_leave_the_decoder_as_it_was():
         (("--max_new_tokens", "1"), "max_new_tokens 1"),
         (("--num_prompts", "0"), "num_prompts 0"),
         (("--threads", "9999"), "threads 9999"),
+        (("--retune", "--tree", "chain:2"), "--tree auto"),
+        (("--no_decoding", "--no_row_costs"), "leave nothing to measure"),
         (("--temperature", "-1"), "temperature -1"),
         (("--lookup", "99"), "lookup:99"),
         (("--tree", "oak"), "oak"),

@@ -499,3 +499,28 @@ def test_a_wide_row_is_normed_alike_alone_and_among_others():
             assert torch.equal(compiled(norm, x), alone)
     finally:
         torch.set_num_threads(before)
+
+
+def test_a_region_sees_every_change_of_its_arguments():
+    """Guards of modules and globals are dropped, those of arguments are not."""
+
+    def region(norm, kind, rows, sizes, extra, parts):
+        x = rows * 2 if kind == "double" else rows + 1
+        x = x if extra is None else x + extra
+        return norm(x)[:, : sizes[0]] + sum(parts)
+
+    norm, one, two = RMSNorm(8, 1e-5), torch.ones(1, 8), torch.ones(2, 8)
+    calls = [
+        ("double", one, (3, 1), None, [one[:, :3]]),
+        ("plain", one, (3, 1), None, [one[:, :3]]),
+        ("plain", two, (3, 1), None, [one[:, :3]]),
+        ("plain", two, (4, 1), None, [one[:, :4]]),
+        ("plain", two, (4, 1), two, [one[:, :4]]),
+        ("plain", two, (4, 1), two, [one[:, :4], one[:, :4]]),
+        ("double", one.double(), (3, 1), None, [one[:, :3]]),
+    ]
+    with torch.inference_mode():
+        compiled = compile_region(region)
+        for _ in range(2):
+            for arguments in calls:
+                torch.testing.assert_close(compiled(norm, *arguments), region(norm, *arguments))

@@ -1155,6 +1155,7 @@ MISUSES = [
     (("--prompt", "a", "--json", "x" * 300), ("--json", "cannot be written")),
     (("--prompt", "a", "--json", "/proc/o.json"), ("--json", "cannot be written")),
     (("--prompt", "a", "--profile", "/proc/o.json"), ("--profile", "cannot be written")),
+    (("--prompt", "a", "--retune"), ("--retune", "--draft_checkpoint_path")),
     (("--interactive", "--check"), ("--check", "--interactive")),
     (("--interactive", "--num_samples", "2"), ("--num_samples", "--interactive")),
     (("--interactive", "--profile", "p"), ("--profile", "--interactive")),

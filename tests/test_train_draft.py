@@ -576,6 +576,7 @@ def test_bad_data_is_one_line(
         (("--shard_target",), "torchrun"),
         (("--data", "nowhere.jsonl"), "nowhere.jsonl"),
         (("--data", ""), "is no file"),
+        (("--data", "self", "--regenerate"), "--data FILE"),
         (("--resume",), "does not exist"),
         (("--evaluate", "q.jsonl", "--new_tokens", -100), "new_tokens -100"),
     ],

@@ -143,7 +143,8 @@ class Fixed:
 
     def __init__(self, tokens: int, rounds: int, seconds: float) -> None:
         racer = Racer(None)
-        racer.tokens, racer.round_times = tokens, [seconds / rounds] * rounds
+        racer.tokens, racer.rounds = tokens, rounds
+        racer.round_times = [seconds / rounds] * rounds
         self.racer = racer
 
 
@@ -167,14 +168,53 @@ def test_no_finalist_means_plain_decoding(recording):
     assert tuning.decide([Fixed(100, 100, 10.0).racer], [], costs, recording, found).tree == NO_TREE
 
 
-def test_the_finalists_are_the_best_of_each_kind_and_one_of_another_size(recording):
-    costs = Costs({1: 1.0, 64: 1.2}, {1: 0.01, 10: 0.02})
-    found = tuning.candidates(recording, costs)
-    chosen = tuning.finalists(found, 1.0)
-    kinds = [c.kind for c in chosen]
-    assert len(set(kinds)) <= len(kinds) <= len(set(kinds)) + 1
-    assert sorted({c.tree.nodes for c in chosen}) != [chosen[0].tree.nodes]
-    assert chosen[0].speed == max(c.speed for c in found)
+def candidate(text: str, kind: str, speed: float) -> Candidate:
+    return Candidate(parse_tree(text), kind, speed, 1.0)
+
+
+def test_the_finalists_are_the_best_of_each_kind_and_one_of_another_size():
+    found = [
+        candidate("chain:7", "chain", 2.0),
+        candidate("chain:6", "chain", 1.99),
+        candidate("dynamic:nodes=8,levels=2,top_k=4", "dynamic", 1.9),
+        candidate("lookup:7", "lookup", 1.5),  # not within 0.8 of the best
+        candidate("lookup:3", "lookup", 1.2),
+        candidate("chain:2", "chain", 1.7),
+        candidate("dynamic:nodes=16,levels=4,top_k=4", "dynamic", 1.8),
+    ]
+    chosen = [c.tree.name for c in tuning.finalists(found, 1.0)]
+    assert chosen == [found[i].tree.name for i in (0, 2, 6)]
+    assert [c.speed for c in tuning.finalists(found, 2.4)] == [2.0]
+    crowd = [candidate("chain:7", kind, 2.0) for kind in ("chain", "static", "dynamic", "lookup")]
+    assert len(tuning.finalists([*crowd, candidate("chain:2", "chain", 1.9)], 1.0)) == 4
+
+
+class Text:
+    """A decoding whose forwards take the given seconds, and who saw which when."""
+
+    def __init__(self, name: str, seconds: list[float], seen: list[str]) -> None:
+        self.racer, self.name, self.seconds, self.seen = Racer(None), name, seconds, seen
+
+    def __iter__(self):
+        for value in self.seconds:
+            self.seen.append(self.name)
+            yield value
+
+
+def test_racers_take_turns_and_only_what_all_of_them_run_counts():
+    seen = []
+    slow, fast = Text("a", [9, 1, 2, 3, 50, 60], seen), Text("b", [9, 4, 5, 6], seen)
+    tuning.take_turns([(text.racer, iter(text)) for text in (slow, fast)])
+    assert seen == ["a", "b"] * 4 + ["a", "a"]
+    assert slow.racer.round_times == [1, 2, 3] and fast.racer.round_times == [4, 5, 6]
+
+
+def test_what_is_measured_takes_turns():
+    seen = []
+    calls = {name: lambda n=name: seen.append(n) for name in "xyz"}
+    taken = tuning.medians(calls, torch.device("cpu"), repeats=3)
+    assert set(taken) == set("xyz") and all(seconds >= 0 for seconds in taken.values())
+    assert seen == list("xxyyzz") + 3 * list("xyz")
 
 
 @pytest.mark.parametrize("kind", ["sampled", "greedy"])

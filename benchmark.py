@@ -26,6 +26,7 @@ import torch
 
 from cli import DEMO, Parser, note, run
 from engine import Decoder, Generation
+from generate import check_output
 from loading import (
     DTYPES,
     device_name,
@@ -144,7 +145,7 @@ def load_all(args: Namespace) -> list[Loaded]:
             heads[head_name(head_path, heads)] = load_head(head_file, model, where, precision)
         name = numbers = precision_name(file, precision)
         if any(name == other.name for other in loaded):
-            name = f"{name} ({file.path.stem})"
+            name = f"{name} ({file.path})"
         tokenizer = find_tokenizer(file.path.parent, model.config)
         loaded.append(Loaded(name, model, heads, file.path, numbers, tokenizer))
     return loaded
@@ -211,12 +212,10 @@ def measure(
     for method in methods:  # compile, and touch every page once
         for temperature in args.temperature:
             note(f"warming up {method.name} at temperature {temperature:g} ...")
-            method.run(
-                prompts[0],
-                SamplingConfig(temperature, seed=args.seed),
-                min(8, args.max_new_tokens),
-                stop_ids,
-            )
+            sampling = SamplingConfig(temperature, seed=args.seed)
+            if isinstance(method, TalonMethod):  # the rounds of a fallback too
+                method.decoder.warm_up(sampling.kind)
+            method.run(prompts[0], sampling, min(8, args.max_new_tokens), stop_ids)
     for repeat in range(args.repeats if methods else 0):
         for number, ids in enumerate(prompts):
             turn = (number + repeat) % len(methods)
@@ -343,19 +342,29 @@ def check_args(args: Namespace) -> None:
         value = getattr(args, name)
         if value < least:
             raise ValueError(f"{name} {value} is not allowed: give at least {least}")
-    if args.threads is not None and not 1 <= args.threads <= (os.cpu_count() or 1):
-        raise ValueError(
-            f"threads {args.threads} is not allowed: this machine has {os.cpu_count()}"
-        )
+    cores = os.cpu_count() or 1
+    if args.threads is not None and not 1 <= args.threads <= cores:
+        raise ValueError(f"threads {args.threads} is not allowed: give 1 to {cores}, or none")
+    if args.lookup > 64:
+        raise ValueError(f"lookup {args.lookup} is not allowed: give 1 to 64 tokens, or 0")
+    for paths in (args.checkpoint_path or [], args.draft_checkpoint_path or []):
+        if len({path.resolve() for path in paths}) < len(paths):
+            raise ValueError(f"{paths[-1]} or another file is given twice: give each one once")
     if args.bad_questions not in ("refuse", "skip"):
         raise ValueError(f"bad_questions {args.bad_questions!r} is not known: give refuse or skip")
     args.temperature = args.temperature or [0.0, 1.0]
     for temperature in args.temperature:
-        SamplingConfig(temperature, seed=args.seed)
+        for seed in (args.seed, args.seed + args.num_prompts - 1):
+            SamplingConfig(temperature, seed=seed)
     if not args.decoding and not args.row_costs:
         raise ValueError("--no_decoding and --no_row_costs leave nothing to measure: give one")
-    if args.readme is not None:
-        find_section(args.readme)  # refuse before measuring
+    if not args.decoding and args.tree:
+        raise ValueError("--no_decoding runs no tree: leave out --tree")
+    if args.readme is not None:  # refuse before measuring
+        find_section(args.readme)
+        check_output("--readme", args.readme.resolve(), [])
+    if args.out is not None and args.out.exists() and not args.out.is_dir():
+        raise ValueError(f"--out {args.out} is a file: give the name of a directory")
     if args.retune and "auto" not in (args.tree or ()):
         raise ValueError("--retune measures for --tree auto: give that too")
     if args.tree and not args.draft_checkpoint_path:
@@ -404,7 +413,7 @@ def wanted_peers(args: Namespace) -> list[str]:
         return []
     if args.peers == "auto":
         return list(NAMES)
-    names = args.peers.split(",")
+    names = list(dict.fromkeys(args.peers.split(",")))
     for name in names:
         reason = missing(name)
         if reason:
@@ -499,7 +508,7 @@ def main(argv: list[str] | None = None) -> int:
     argv = argv if argv is not None else sys.argv[1:]
     if args.threads:
         torch.set_num_threads(args.threads)
-    if args.roofline:
+    if args.roofline is not None:
         card = pick_card(args.roofline)
         print(
             roofline_table(card),

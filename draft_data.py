@@ -28,6 +28,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from model import KVCache, ModelConfig, Transformer, TransformerBlock, rope_table, rotate
+from questions import is_text
 from sampling import SamplingState, perturb
 from tokenizer import Tokenizer
 
@@ -41,6 +42,7 @@ FILLED_SHARE, OPENED_SHARE = 0.55, 0.33  # of the user turns; the rest the model
 LOOP_LENGTH, LOOP_LIMIT = 4, 6  # an answer ends when one 4-gram has come this often
 USER_TOP_P, USER_LIMIT = 0.95, 160  # sampled user turns
 PASSAGE_TOKENS, SHORTEST_ANSWER = 120, 5
+SHORTEST_TALK = 96  # tokens in which a template, a turn and an answer find room
 BANK = Path(__file__).parent / "assets" / "prompts.json"
 
 
@@ -343,6 +345,11 @@ def prepare_data(
                 "the target can only talk to itself with a tokenizer that has a chat template: "
                 "give --data FILE"
             )
+        if recipe.rows < SHORTEST_TALK:
+            raise ValueError(
+                f"max_length {limit} leaves the target no room to talk: give at least "
+                f"{SHORTEST_TALK}, or --data FILE without --regenerate"
+            )
         given = read_prompts(path, tokenizer, recipe) if regenerate else None
         talk = SelfTalk(model, tokenizer, PromptBank(BANK), recipe, given)
         path = out / ("regenerated.jsonl" if regenerate else "self.jsonl")
@@ -446,6 +453,8 @@ def messages_of(row: dict) -> list[dict] | str:
         content = turn.get("content", turn.get("value")) if isinstance(turn, dict) else None
         if not isinstance(role, str) or role not in ROLES or not isinstance(content, str):
             return "unknown role"
+        if not is_text(content):
+            return "half of a surrogate pair"
         messages.append({"role": ROLES[role], "content": content})
     while (
         messages and messages[0]["role"] == "assistant"

@@ -370,6 +370,8 @@ def quantize_checkpoint(
     out = out or checkpoint.path.with_name(f"{checkpoint.path.stem}_{suffix}.safetensors")
     if out.exists() and out.samefile(checkpoint.path):
         raise ValueError(f"{out} is the file to quantise: give another --out")
+    if out.is_dir() or not out.parent.is_dir():
+        raise ValueError(f"{out} cannot be written: name a file in a directory that exists")
     plans = plan_layers(checkpoint, mode)
     sources = layers_of(checkpoint)
     gone = {f"{layer}.weight" for layer in sources}
@@ -457,6 +459,10 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.evaluate is not None and (arguments.checkpoint_path or arguments.mode):
         parser.error("--evaluate takes the file itself: leave out --checkpoint_path and --mode")
+    if arguments.evaluate is None and arguments.against is not None:
+        parser.error("--against belongs to --evaluate: give both")
+    if arguments.evaluate is not None and (arguments.groupsize or arguments.out):
+        parser.error("--evaluate writes nothing: leave out --groupsize and --out")
     if arguments.evaluate is not None:
         for line in evaluate(arguments.evaluate, arguments.against):
             print(line, flush=True)

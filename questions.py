@@ -58,9 +58,16 @@ def parse_question(number: int, line: str) -> Question | str:
         return "turns must be a list of at least one text"
     if not turns[0].strip():
         return "the first turn is empty"
+    if not is_text(turns[0]):
+        return "the first turn holds half of a surrogate pair"
     if not isinstance(value["question_id"], int | str) or not isinstance(value["category"], str):
         return "question_id must be a number or a text, and category a text"
     return Question(number, value["question_id"], value["category"], turns[0])
+
+
+def is_text(text: str) -> bool:
+    """False for a lone surrogate, which JSON can name and no tokenizer takes."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def encode_question(question: Question, tokenizer: Tokenizer) -> list[int]:

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from checkpoint import atomic_file
-from cli import note, run
+from cli import Parser, note, run
 from engine import Decoder
 from generate import choice_gap
 from peers import Run
@@ -269,18 +269,24 @@ def readme_section(*reports: dict) -> str:
 
 def find_section(path: Path) -> tuple[str, str]:
     """What stands before and after the section. ValueError if the file has no place for one."""
-    before, begin, rest = path.read_text(encoding="utf-8").partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not end:
-        raise ValueError(f"{path} has no place for results: add the lines {BEGIN} and {END}")
-    return before + begin, end + after
+    try:
+        text = path.read_bytes().decode()
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} is not UTF-8 text: save it as UTF-8") from None
+    if not text.count(BEGIN) == text.count(END) == 1 or text.index(END) < text.index(BEGIN):
+        raise ValueError(
+            f"{path} has no single place for results: add the lines {BEGIN} and {END}, each once "
+            "and in this order"
+        )
+    before, begin, rest = text.partition(BEGIN)
+    return before + begin, END + rest.partition(END)[2]
 
 
 def update_readme(path: Path, section: str) -> None:
     """Replace the section in the file."""
     before, after = find_section(path)
-    with atomic_file(path) as file:
-        file.write(f"{before}\n{section}\n{after}".encode())
+    with atomic_file(path.resolve()) as file:
+        file.write(f"{before}\n{section}\n{after}".encode(errors="backslashreplace"))
 
 
 def versions() -> dict:
@@ -295,10 +301,12 @@ def versions() -> dict:
 
 def write_reports(out: Path, report: dict) -> None:
     """results.json (one line), results.md and, where matplotlib is installed, the plots."""
-    (out / "results.json").write_text(json.dumps(report) + "\n", encoding="utf-8")
+    with atomic_file(out / "results.json") as file:
+        file.write(json.dumps(report).encode() + b"\n")
     tables = table(report["methods"]), curve_table(report["row_costs"])
     text = "\n\n".join(part for part in (heading(report), *tables) if part)
-    (out / "results.md").write_text(text + "\n", encoding="utf-8")
+    with atomic_file(out / "results.md") as file:
+        file.write(f"{text}\n".encode(errors="backslashreplace"))
     try:
         import plots
     except ImportError:
@@ -308,13 +316,24 @@ def write_reports(out: Path, report: dict) -> None:
         note(f"wrote {path}")
 
 
+def read_report(path: Path) -> dict:
+    """What a run of the benchmark wrote. ValueError if the file holds anything else."""
+    try:
+        report = json.loads(path.read_text(encoding="utf-8"))
+        readme_section(report)
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
+        raise ValueError(
+            f"{path} is no results.json of benchmark.py: give the one it wrote with --out"
+        ) from None
+    return report
+
+
 def main() -> int:
-    """python report.py RESULTS.json ... README.md: write the README's section anew."""
-    *files, page = sys.argv[1:] or [""]
-    if not files:
-        raise ValueError("give the results.json of a run or of several, and a README.md")
-    reports = [json.loads(Path(file).read_text(encoding="utf-8")) for file in files]
-    update_readme(Path(page), readme_section(*reports))
+    parser = Parser(prog="report.py", description="Write a README's section of results anew.")
+    parser.add_argument("results", type=Path, nargs="+", help="results.json of one run or several")
+    parser.add_argument("readme", type=Path, help="Markdown file with the marked section")
+    args = parser.parse_args()
+    update_readme(args.readme, readme_section(*map(read_report, args.results)))
     return 0
 
 

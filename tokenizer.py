@@ -349,6 +349,10 @@ class Tokenizer:
 
     def encode(self, text: str, add_bos: bool = True) -> list[int]:
         """Ids of `text`; BOS first if this tokenizer adds one and `text` does not begin with it."""
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise ValueError("a text holds half of a surrogate pair: give UTF-8 text") from None
         ids = self.file.encode(text)
         if not add_bos or ids[: len(self.prefix)] == self.prefix:
             return ids

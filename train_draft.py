@@ -34,9 +34,10 @@ from draft_data import Conversation, Recipe, prepare_data
 from draft_eval import answer_greedily, read_questions, replay, summarise
 from draft_run import HEAD_FILE, STATE_FILE, Run, plot, rounded, target_mark
 from draft_unroll import Settings, Teacher
-from eagle_draft import parse_tree
+from eagle_draft import DraftConfig
 from loading import (
     find_tokenizer,
+    fit_tree,
     load_head,
     load_target,
     pick_device,
@@ -205,6 +206,10 @@ def prepare(args: argparse.Namespace, rank: int, world: int, device: torch.devic
     ):
         if args.shard_target and wrong:
             raise ValueError(f"--shard_target {what}")
+    if args.out == Path():
+        raise ValueError("--out is the current directory: give one of its own")
+    if args.init is not None:
+        read_kind(args.init, "draft")
     if args.data == "self" and args.regenerate:
         raise ValueError("--regenerate answers the turns of a file: give it as --data FILE")
     if args.data != "self" and not Path(args.data).is_file():
@@ -249,11 +254,13 @@ def evaluate(args: argparse.Namespace, device: torch.device) -> int:
     """Measure the head in --out on questions, for each tree of --trees; writes evaluation.json
     beside it."""
     check_range(args, "new_tokens", *ALLOWED["new_tokens"])
-    trees = [parse_tree(text) for text in args.trees]
-    file, head_file = (
-        read_kind(args.checkpoint_path, "target"),
-        read_kind(args.out / HEAD_FILE, "draft"),
-    )
+    file = read_kind(args.checkpoint_path, "target")
+    head_file = read_kind(args.out / HEAD_FILE, "draft")
+    trees = [fit_tree(text, DraftConfig.from_dict(head_file.config)) for text in args.trees]
+    if any(not tree.needs_head for tree in trees):
+        raise ValueError("--trees measures the head: give chains, static and dynamic trees")
+    if not args.evaluate.is_file():
+        raise ValueError(f"{args.evaluate} is no file: give --evaluate a question.jsonl")
     model = load_target(file, device, torch.float32)
     head = load_head(head_file, model, device, torch.float32)
     tokenizer = find_tokenizer(file.path.parent, model.config)

@@ -515,8 +515,8 @@ def keep(checkpoint: Path, key: str, choice: Choice) -> None:
     path = cache_path(checkpoint)
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
-        choices = stored["choices"] if stored["version"] == VERSION else {}
-    except (OSError, ValueError, KeyError, TypeError):
+        choices = dict(stored["choices"]) if stored["version"] == VERSION else {}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         choices = {}
     value = {"version": VERSION, "choices": {**choices, key: choice.to_json()}}
     with atomic_file(path) as file:

@@ -5,6 +5,7 @@ nothing is lost.
 import importlib.util
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,7 @@ from report import (
     Cell,
     compare_ids,
     complete,
+    read_report,
     readme_section,
     speed,
     speeds,
@@ -217,9 +219,31 @@ def test_results_go_into_the_marked_section_of_a_readme(finished, files, tmp_pat
     assert "old" not in text and text.count("| fp32 plain |") == 1
     assert re.search(r"^\| method .* tokens/s at T 1 \| ids as plain \|$", text, re.M)
     assert "python benchmark.py --checkpoint_path" in text and "| fp32, ms |" in text
-    page.write_text("# A\n")
-    with pytest.raises(ValueError, match=f"add the lines {BEGIN} and {END}"):
-        run(files, "--readme", str(page))
+    for text in ("", f"{END}\n{BEGIN}", f"{BEGIN}\n{BEGIN}\n{END}", f"{BEGIN}{END}{BEGIN}{END}"):
+        page.write_text(text)
+        with pytest.raises(ValueError, match=f"add the lines {BEGIN} and {END}, each once"):
+            run(files, "--readme", str(page))
+        assert page.read_text() == text
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"a": 1}', "[" * 10**5, "\xff"])
+def test_what_is_no_report_is_refused_by_name(tmp_path, text):
+    (tmp_path / "r.json").write_bytes(text.encode("latin-1"))
+    with pytest.raises(ValueError, match=r"r\.json is no results\.json"):
+        read_report(tmp_path / "r.json")
+
+
+def test_targets_of_one_name_are_told_apart(files, tmp_path, capsys):
+    copies = [tmp_path / name / files[0].name for name in "ab"]
+    for copy in copies:
+        copy.parent.mkdir()
+        shutil.copy(files[0], copy)
+    given = [word for copy in copies for word in ("--checkpoint_path", str(copy))]
+    assert run(files, *given, "--tree", "chain:2", "--no_row_costs", "--ignore_eos") == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])["methods"]
+    assert len({row["method"] for row in found}) == 9 and len(found) == 18
+    with pytest.raises(ValueError, match="given twice"):
+        run(files, "--checkpoint_path", str(files[0]))
 
 
 def test_the_readme_shows_the_results_that_are_in_docs():
@@ -553,8 +577,12 @@ def test_row_costs_leave_the_decoder_as_it_was():
         (("--threads", "9999"), "threads 9999"),
         (("--retune", "--tree", "chain:2"), "--tree auto"),
         (("--no_decoding", "--no_row_costs"), "leave nothing to measure"),
+        (("--no_decoding", "--tree", "chain:2"), "leave out --tree"),
+        (("--lookup", "65"), "lookup 65"),
+        (("--seed", str(2**63 - 1)), "seed"),
+        (("--out", __file__), "is a file"),
+        (("--readme", __file__), "each once"),
         (("--temperature", "-1"), "temperature -1"),
-        (("--lookup", "99"), "lookup:99"),
         (("--tree", "oak"), "oak"),
         (("--questions", "/nowhere/q.jsonl"), "tokenizer"),
     ],

@@ -358,6 +358,9 @@ def test_the_command_line_quantises_and_refuses(tmp_path):
         ["--checkpoint_path", tmp_path / "talon_int4_g64.safetensors", "--mode", "int8"],
         ["--checkpoint_path", source, "--mode", "int8", "--out", tmp_path / "no" / "x"],
         ["--checkpoint_path", source, "--mode", "int8", "--groupsize", 32],
+        ["--checkpoint_path", source, "--mode", "int8", "--against", source],
+        ["--evaluate", source, "--groupsize", 32],
+        ["--checkpoint_path", source, "--mode", "int8", "--out", tmp_path],
     ):
         code, out, err = cli(*wrong)
         assert code == 2 and out == "" and "Traceback" not in err

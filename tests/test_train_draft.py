@@ -577,6 +577,7 @@ def test_bad_data_is_one_line(
         (("--data", "nowhere.jsonl"), "nowhere.jsonl"),
         (("--data", ""), "is no file"),
         (("--data", "self", "--regenerate"), "--data FILE"),
+        (("--init", "nowhere.safetensors"), "nowhere.safetensors"),
         (("--resume",), "does not exist"),
         (("--evaluate", "q.jsonl", "--new_tokens", -100), "new_tokens -100"),
     ],

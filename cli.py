@@ -19,10 +19,12 @@ def note(text: str) -> None:
 
 
 class Help(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows defaults, but not that there is none."""
+    """Shows defaults, but not that there is none, nor whether a switch is off."""
 
     def _get_help_string(self, action: argparse.Action) -> str:
-        return action.help or "" if action.default is None else super()._get_help_string(action)
+        if action.default is None or isinstance(action.default, bool):
+            return action.help or ""
+        return super()._get_help_string(action)
 
 
 class Parser(argparse.ArgumentParser):

@@ -10,6 +10,8 @@ matplotlib.use("Agg")  # no window, no display
 from matplotlib import pyplot as plt  # noqa: E402
 from matplotlib.ticker import MaxNLocator  # noqa: E402
 
+from report import short_commit  # noqa: E402
+
 COLORS = ("#3b6ea5", "#c9733a")  # temperature 0, the next one
 
 
@@ -33,7 +35,7 @@ def draw(report: dict, out: Path) -> list[Path]:
 def caption(report: dict) -> str:
     count = report["prompts"]["count"]
     prompts = f"{count} prompts, " if count else ""
-    return f"{report['device']}, {prompts}commit {report['commit'] or 'unknown'}"
+    return f"{report['device']}, {prompts}commit {short_commit(report)}"
 
 
 def speed_plot(report: dict) -> plt.Figure:

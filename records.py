@@ -103,7 +103,7 @@ def project_commit() -> str | None:
     where it is no checkout."""
     try:
         result = subprocess.run(
-            ["git", "describe", "--always", "--exclude=*", "--abbrev=10", "--dirty"],
+            ["git", "describe", "--always", "--exclude=*", "--abbrev=40", "--dirty"],
             cwd=Path(__file__).parent,
             capture_output=True,
             text=True,

@@ -152,7 +152,7 @@ def cell_text(value: float | None, form: str, scale: float = 1.0) -> str:
 
 
 COLUMNS: dict[str, Callable[[dict], str]] = {
-    "method": lambda row: row["method"],
+    "method": lambda row: method_text(row),
     "T": lambda row: f"{row['temperature']:g}",
     "tokens/s": lambda row: f"{row['tokens_per_s']:.1f}",
     "spread": lambda row: f"{row['tokens_per_s_spread']:.1%}",
@@ -168,6 +168,12 @@ COLUMNS: dict[str, Callable[[dict], str]] = {
     "ids as plain": lambda row: same_text(row.get("ids")),
 }
 FEW = ("method", "tokens/s", "spread", "x plain", "accept.", "draft ms", "verify ms")
+
+
+def method_text(row: dict) -> str:
+    """The method's name; of `auto` also the tree that it chose."""
+    chosen = row["tree"] if row["method"].endswith(" auto") else None
+    return f"{row['method']} ({chosen})" if chosen else row["method"]
 
 
 def same_text(ids: dict | None) -> str:
@@ -227,12 +233,16 @@ def curve_table(curves: list[dict]) -> str:
     return "\n".join(found)
 
 
+def short_commit(report: dict) -> str:
+    number, dirty, _ = (report["commit"] or "unknown").partition("-dirty")
+    return number[:10] + dirty
+
+
 def heading(report: dict) -> str:
     """What was measured, where and with what: a table without it means nothing."""
     machine, prompts = report["machine"], report["prompts"]
     parts = [
-        f"{report['device']}, torch {report['versions']['torch']}, "
-        f"commit {report['commit'] or 'unknown'}"
+        f"{report['device']}, torch {report['versions']['torch']}, commit {short_commit(report)}"
     ]
     if prompts["count"]:
         parts.append(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, library, nn
 
 from cli import note
 from model import Attention, attend
@@ -39,10 +39,10 @@ def attempt() -> int | str:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         return next((x for x in lines if "error:" in x), lines[-1] if lines else repr(error))
     for name in ("fp32_rows", "int8_rows", "int4_rows"):
-        torch.library.register_fake(f"talon::{name}", lambda x, w, *_: shape(x, w.shape[0]))
-    torch.library.register_fake("talon::integer_rows", lambda x, w, s, *_: shape(x, s.shape[0]))
-    torch.library.register_fake("talon::grouped_rows", lambda x, w, *_: shape(x, 16 * w.shape[0]))
-    torch.library.register_fake("talon::attend", lambda q, *_: shape(q, q.shape[1] * q.shape[2]))
+        library.register_fake(f"talon::{name}", lambda x, w, *_: shape(x, w.shape[0]))
+    library.register_fake("talon::integer_rows", lambda x, w, s, *_: shape(x, s.shape[0]))
+    library.register_fake("talon::grouped_rows", lambda x, w, *_: shape(x, 16 * w.shape[0]))
+    library.register_fake("talon::attend", lambda q, *_: shape(q, q.shape[1] * q.shape[2]))
     return torch.ops.talon.integer_level()
 
 

@@ -19,8 +19,7 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
-from torch.library import triton_op, wrap_triton
+from torch import Tensor, library
 
 SMS = 82
 COLUMNS = 64  # outputs of one program
@@ -137,19 +136,21 @@ def int8_parts(kernel: Callable, x: Tensor, weight: Tensor) -> Tensor:
     return out
 
 
-@triton_op("talon::w8a16", mutates_args=())
+@library.triton_op("talon::w8a16", mutates_args=())
 def w8a16(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
     """fp32 [T, N] = x [T, K] @ (weight int8 [N, K] * scales fp32 [N]).T"""
-    kernel = wrap_triton(int8_kernel)
+    kernel = library.wrap_triton(int8_kernel)
     return with_halves(lambda rows: int8_parts(kernel, rows, weight), x) * scales
 
 
-@triton_op("talon::w8a8", mutates_args=())
+@library.triton_op("talon::w8a8", mutates_args=())
 def w8a8(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
     """The same for rows x int8 [T, K]; the sums are exact."""
     if x.shape[0] > 64 and x.shape[1] % 8 == 0 and weight.shape[0] % 8 == 0:
         return torch._int_mm(x, weight.t()) * scales
-    return int8_parts(wrap_triton(int8_kernel), x, weight).sum(0, dtype=torch.int32) * scales
+    return (
+        int8_parts(library.wrap_triton(int8_kernel), x, weight).sum(0, dtype=torch.int32) * scales
+    )
 
 
 # ---------------------------------------------------------------- 4-bit weights
@@ -226,8 +227,8 @@ def int4_parts(
     return out
 
 
-@triton_op("talon::w4a16", mutates_args=())
+@library.triton_op("talon::w4a16", mutates_args=())
 def w4a16(x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor, groupsize: int) -> Tensor:
     """fp32 [T, N] of rows x [T, K], weight uint8 [N, K/2], scales and zeros bf16 [groups, N]."""
-    kernel, layer = wrap_triton(int4_kernel), (weight, scales, zeros, groupsize)
+    kernel, layer = library.wrap_triton(int4_kernel), (weight, scales, zeros, groupsize)
     return with_halves(lambda rows: int4_parts(kernel, rows, *layer), x)

@@ -68,6 +68,29 @@ def one_line(error: Exception) -> str:
     return f"{where}{reason}: check the path, its permissions and the free space"
 
 
+def check_output(flag: str, path: Path, inputs: list[Path]) -> None:
+    """Refuse an output that cannot be written before the work is done, not after."""
+    given = f"{flag} {path}"
+    try:
+        if path.is_dir():
+            raise ValueError(f"{given} is a directory: give the name of a file")
+        if not path.parent.is_dir():
+            raise ValueError(f"{given}: directory {path.parent} does not exist: create it first")
+        if path.exists() and not path.is_file():
+            raise ValueError(f"{given} is no ordinary file: give the name of a file to write")
+        if any(path.exists() and other.exists() and path.samefile(other) for other in inputs):
+            raise ValueError(
+                f"{given} is an input of this run and would be overwritten: choose another name"
+            )
+        probe = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise ValueError(
+            f"{given} cannot be written ({error.strerror}): choose a place that can"
+        ) from None
+
+
 def run(main: Callable[[], int]) -> NoReturn:
     """Run a command's main and leave with its exit code; a user's mistake never becomes a
     traceback.

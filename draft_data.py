@@ -28,9 +28,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from model import KVCache, ModelConfig, Transformer, TransformerBlock, rope_table, rotate
-from questions import is_text
 from sampling import SamplingState, perturb
-from tokenizer import Tokenizer
+from tokenizer import Tokenizer, is_text
 
 ROLES = {
     "system": "system", "user": "user", "human": "user",

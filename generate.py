@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from cli import DEMO, Parser, note, run
+from cli import DEMO, Parser, check_output, note, run
 from eagle_draft import Tree
 from engine import Decoder, full_logits
 from loading import DTYPES, find_tokenizer, fit_context, read_kind
@@ -77,29 +77,6 @@ def choice_gap(
 
 
 # ---------------------------------------------------------------- the command line
-
-
-def check_output(flag: str, path: Path, inputs: list[Path]) -> None:
-    """Refuse an output that cannot be written before the work is done, not after."""
-    given = f"{flag} {path}"
-    try:
-        if path.is_dir():
-            raise ValueError(f"{given} is a directory: give the name of a file")
-        if not path.parent.is_dir():
-            raise ValueError(f"{given}: directory {path.parent} does not exist: create it first")
-        if path.exists() and not path.is_file():
-            raise ValueError(f"{given} is no ordinary file: give the name of a file to write")
-        if any(path.exists() and other.exists() and path.samefile(other) for other in inputs):
-            raise ValueError(
-                f"{given} is an input of this run and would be overwritten: choose another name"
-            )
-        probe = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise ValueError(
-            f"{given} cannot be written ({error.strerror}): choose a place that can"
-        ) from None
 
 
 def parse_args(argv: list[str] | None) -> Namespace:

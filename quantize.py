@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from checkpoint import Checkpoint, read_checkpoint, write_checkpoint
-from cli import Parser, run
+from cli import Parser, check_output, run
 from model import KVCache, ModelConfig, RMSNorm, TransformerBlock, causal_mask, rope_table
 from quantized_linear import (
     GROUPSIZE,
@@ -370,8 +370,7 @@ def quantize_checkpoint(
     out = out or checkpoint.path.with_name(f"{checkpoint.path.stem}_{suffix}.safetensors")
     if out.exists() and out.samefile(checkpoint.path):
         raise ValueError(f"{out} is the file to quantise: give another --out")
-    if out.is_dir() or not out.parent.is_dir():
-        raise ValueError(f"{out} cannot be written: name a file in a directory that exists")
+    check_output("--out", out, [])
     plans = plan_layers(checkpoint, mode)
     sources = layers_of(checkpoint)
     gone = {f"{layer}.weight" for layer in sources}

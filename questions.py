@@ -8,7 +8,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from tokenizer import Tokenizer
+from tokenizer import Tokenizer, is_text
 
 BUILT_IN = Path(__file__).parent / "assets" / "benchmark_prompts.jsonl"
 
@@ -63,11 +63,6 @@ def parse_question(number: int, line: str) -> Question | str:
     if not isinstance(value["question_id"], int | str) or not isinstance(value["category"], str):
         return "question_id must be a number or a text, and category a text"
     return Question(number, value["question_id"], value["category"], turns[0])
-
-
-def is_text(text: str) -> bool:
-    """False for a lone surrogate, which JSON can name and no tokenizer takes."""
-    return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def encode_question(question: Question, tokenizer: Tokenizer) -> list[int]:

@@ -38,7 +38,7 @@ from loading import (
 from model import ModelConfig
 from questions import prompts_for
 from sampling import GREEDY, SamplingConfig
-from tokenizer import StreamDecoder, Tokenizer
+from tokenizer import StreamDecoder, Tokenizer, is_text
 from tuning import PROMPTS, settle
 
 
@@ -70,10 +70,8 @@ def encode(tokenizer: Tokenizer | None, prompt: str | list[dict] | list[int]) ->
 
 def check_text(what: str, text: str) -> None:
     """Bytes that are no text come from the shell as lone surrogates, which no tokenizer takes."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise ValueError(f"{what} holds bytes that are not UTF-8: give UTF-8 text") from None
+    if not is_text(text):
+        raise ValueError(f"{what} holds bytes that are not UTF-8: give UTF-8 text")
 
 
 def check_ends(max_new_tokens: int, stop: tuple[str, ...]) -> None:

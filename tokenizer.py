@@ -349,10 +349,8 @@ class Tokenizer:
 
     def encode(self, text: str, add_bos: bool = True) -> list[int]:
         """Ids of `text`; BOS first if this tokenizer adds one and `text` does not begin with it."""
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            raise ValueError("a text holds half of a surrogate pair: give UTF-8 text") from None
+        if not is_text(text):
+            raise ValueError("a text holds half of a surrogate pair: give UTF-8 text")
         ids = self.file.encode(text)
         if not add_bos or ids[: len(self.prefix)] == self.prefix:
             return ids
@@ -388,6 +386,15 @@ class Tokenizer:
     def encode_chat(self, messages: list[dict]) -> list[int]:
         """Ids of the rendered prompt. A template writes BOS itself where the model wants it."""
         return self.encode(self.render_chat(messages), add_bos=False)
+
+
+def is_text(text: str) -> bool:
+    """False for half of a surrogate pair: a shell or JSON can bring it, no tokenizer takes it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 class StreamDecoder:

@@ -24,9 +24,8 @@ from pathlib import Path
 
 import torch
 
-from cli import DEMO, Parser, note, run
+from cli import DEMO, Parser, check_output, note, run
 from engine import Decoder, Generation
-from generate import check_output
 from loading import (
     DTYPES,
     device_name,
@@ -216,7 +215,7 @@ def measure(
             if isinstance(method, TalonMethod):  # the rounds of a fallback too
                 method.decoder.warm_up(sampling.kind)
             method.run(prompts[0], sampling, min(8, args.max_new_tokens), stop_ids)
-    for repeat in range(args.repeats if methods else 0):
+    for repeat in range(args.repeats):
         for number, ids in enumerate(prompts):
             turn = (number + repeat) % len(methods)
             for temperature in args.temperature:
@@ -447,9 +446,8 @@ def compare(args: Namespace, argv: list[str]) -> int:
         args.out.mkdir(parents=True, exist_ok=True)
         (args.out / "cells.jsonl").write_text("", encoding="utf-8")
     try:
-        for cell in measure(
-            methods, prompts, args, stop_ids, args.out / "cells.jsonl" if args.out else None
-        ):
+        log = args.out / "cells.jsonl" if args.out else None
+        for cell in measure(methods, prompts, args, stop_ids, log) if args.decoding else ():
             cells.append(cell)
         if args.row_costs:
             curves = cost_curves(args, loaded, context, machine)

@@ -419,7 +419,7 @@ Tensor attend(Tensor q, Tensor kv, Tensor mask) {
 
 #ifdef TALON_VNNI
 
-constexpr long BLOCK = 16, UNIT = 4 * BLOCK, MOST_GROUPSIZE = 256;
+constexpr long BLOCK = 16, UNIT = 4 * BLOCK, MOST_GROUPSIZE = 256, SHARE_TILE = 8;
 constexpr float TINY = 1e-30f;  // as in quantized_linear.py
 
 struct Steps {  // rows of activations as int8, each with 128 times its sum; the scales of x's rows
@@ -649,13 +649,13 @@ void dot_groups(const Steps& of, long t, long, long T, long K, long groupsize, c
 }
 
 #ifdef TALON_AMX
-// The same for R <= 16 rows: the 4-bit steps of a group become a tile of bytes. Of up to 8 rows the
-// high and the low bytes of x share a tile; of more, each tile reads 16 rows.
+// The same for R <= 16 rows: the 4-bit steps of a group become a tile of bytes. Of up to SHARE_TILE
+// rows the high and the low bytes of x share a tile; of more, each tile reads 16 rows.
 void dot_groups_amx(const Steps& of, long t, long R, long T, long K, long groupsize, const uint8_t* w, const uint16_t* scales, const uint16_t* zeros, float* y) {
   const long groups = K / groupsize, half = groupsize / 2, depth = std::min(64L, groupsize);
   alignas(64) uint8_t steps[MOST_GROUPSIZE * BLOCK];
   alignas(64) int32_t sums[32 * BLOCK];
-  const bool shared = T <= 8;
+  const bool shared = T <= SHARE_TILE;
   const int32_t *high = sums, *low = sums + (shared ? T : 16) * BLOCK;
   for (long r = 0; r < R; r++) store(y + r * BLOCK, zero());
   for (long g = 0; g < groups; g++) {
@@ -720,7 +720,7 @@ Tensor grouped_rows(Tensor x, Tensor weight, Tensor scales, Tensor zeros, bool a
     constexpr decltype(&dot_groups<1>) few[] = {dot_groups<1>, dot_groups<2>, dot_groups<3>, dot_groups<4>};
     alignas(64) float table[16 * BLOCK];
 #ifdef TALON_AMX
-    if (amx) configure_tiles(T <= 8 ? 2 * T : 16, std::min(64L, groupsize));
+    if (amx) configure_tiles(T <= SHARE_TILE ? 2 * T : 16, std::min(64L, groupsize));
 #endif
     for (long b = begin; b < end; b++)
       for (long t = 0, R; t < T; t += R) {

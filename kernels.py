@@ -148,9 +148,8 @@ def w8a8(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
     """The same for rows x int8 [T, K]; the sums are exact."""
     if x.shape[0] > 64 and x.shape[1] % 8 == 0 and weight.shape[0] % 8 == 0:
         return torch._int_mm(x, weight.t()) * scales
-    return (
-        int8_parts(library.wrap_triton(int8_kernel), x, weight).sum(0, dtype=torch.int32) * scales
-    )
+    kernel = library.wrap_triton(int8_kernel)
+    return int8_parts(kernel, x, weight).sum(0, dtype=torch.int32) * scales
 
 
 # ---------------------------------------------------------------- 4-bit weights

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from tqdm import tqdm
 
 import cli
-from checkpoint import atomic_file
+from checkpoint import Checkpoint, atomic_file
 from cli import note
 from draft_build import (
     build_head,
@@ -187,11 +187,8 @@ def shard(model: Transformer, device: torch.device) -> Transformer:
     return model.to(device)
 
 
-def prepare(args: argparse.Namespace, rank: int, world: int, device: torch.device) -> Run:
-    """Load, make or read the data, and set up the run."""
-    file = read_kind(args.checkpoint_path, "target")
-    settings = check_args(args, ModelConfig.from_dict(file.config))
-    config = head_config(ModelConfig.from_dict(file.config), settings)
+def check_run(args: argparse.Namespace, file: Checkpoint, world: int) -> None:
+    """Refuse what does not go together, before anything is written, loaded or made."""
     if (args.out / STATE_FILE).exists() and not args.resume:
         raise ValueError(
             f"{args.out} holds a run already: give --resume to go on with it, or another --out"
@@ -214,6 +211,14 @@ def prepare(args: argparse.Namespace, rank: int, world: int, device: torch.devic
         raise ValueError("--regenerate answers the turns of a file: give it as --data FILE")
     if args.data != "self" and not Path(args.data).is_file():
         raise ValueError(f"{args.data!r} is no file: give --data self or a JSON lines file")
+
+
+def prepare(args: argparse.Namespace, rank: int, world: int, device: torch.device) -> Run:
+    """Load, make or read the data, and set up the run."""
+    file = read_kind(args.checkpoint_path, "target")
+    settings = check_args(args, ModelConfig.from_dict(file.config))
+    config = head_config(ModelConfig.from_dict(file.config), settings)
+    check_run(args, file, world)
     args.out.mkdir(parents=True, exist_ok=True)
     dtype = torch.bfloat16 if args.dtype == "bf16" else torch.float32
     start = torch.device("cpu") if args.shard_target else device
@@ -222,9 +227,8 @@ def prepare(args: argparse.Namespace, rank: int, world: int, device: torch.devic
     if args.shard_target:
         model, args.cache_gib = shard(model, device), 0.0
     tokenizer = find_tokenizer(file.path.parent, ModelConfig.from_dict(file.config))
-    data = rank == 0 and load_data(
-        args, model, tokenizer
-    )  # one process makes what all of them read
+    # One process makes what all of them read.
+    data = rank == 0 and load_data(args, model, tokenizer)
     if world > 1:
         dist.barrier()
     data = data or load_data(args, model, tokenizer)

@@ -341,17 +341,10 @@ def race(
 
 def take_turns(texts: list[tuple[Racer, Iterator[float]]]) -> None:
     """One forward each until all are done; times count while all still run, the first left out."""
-    ended: list[Racer] = []
-    for forward in itertools.count():
-        taken = {}
-        for racer, text in texts:
-            if racer not in ended:
-                taken[racer] = next(text, None)
-        ended += [racer for racer, seconds in taken.items() if seconds is None]
-        if len(ended) == len(texts):
-            return
-        if forward and not ended:
-            for racer, seconds in taken.items():
+    turns = itertools.zip_longest(*(text for _, text in texts))
+    for taken in itertools.islice(turns, 1, None):
+        if None not in taken:
+            for (racer, _), seconds in zip(texts, taken, strict=True):
                 racer.round_times.append(seconds)
 
 

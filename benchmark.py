@@ -5,15 +5,16 @@
     python benchmark.py --gpu_check --out results/
 
 Every method decodes the same prompts with the same budget and stop ids, in one process, in turns:
-all methods on a prompt, then the next prompt, then the next repetition. A method's speed is tokens
-over seconds, both summed over the prompts; of a prompt's repetitions the median counts, and the
-spread is that of whole repetitions. Tokens of the first forward count as time to first token, not
-as decoding.
+all methods on a prompt, then the next prompt, then the next repetition; on a CPU, methods of the
+same target even round by round. A method's speed is tokens over seconds, both summed over the
+prompts; of a prompt's repetitions the median counts, and the spread is that of whole repetitions.
+Tokens of the first forward count as time to first token, not as decoding.
 
 Leaves out: the physics (roofline.py), peers (peers.py), the plots (plots.py), the check of a GPU
 (gpu_check.py).
 """
 
+import itertools
 import json
 import os
 import sys
@@ -79,31 +80,31 @@ TREES = ("chain:3", "static", "dynamic:nodes=24,levels=5,top_k=8")
 
 
 class TalonMethod:
-    """One target, draft source and tree of ours."""
+    """One target and draft source of ours, with the decoder of every temperature: what `auto`
+    chooses depends on it.
+    """
 
-    def __init__(self, name: str, group: str, decoder: Decoder) -> None:
-        self.name, self.group, self.decoder = name, group, decoder
-        tree, model = decoder.tree, decoder.model
-        self.tree = tree.name
-        held = [
-            model,
-            decoder.cache,
-            *([decoder.drafter.head.layer, decoder.drafter.cache] if tree.needs_head else []),
-        ]
-        self.memory_bytes = sum(module_bytes(module) for module in held)
+    def __init__(self, name: str, group: str, decoders: dict[float, Decoder]) -> None:
+        self.name, self.group, self.decoders = name, group, decoders
+        self.trees = {temperature: decoder.tree.name for temperature, decoder in decoders.items()}
+        self.memory_bytes = max(map(held_bytes, decoders.values()))
 
-    def run(
+    @property
+    def is_plain(self) -> bool:
+        return self.name == f"{self.group} plain"
+
+    def start(
         self, ids: list[int], sampling: SamplingConfig, budget: int, stop_ids: frozenset[int]
-    ) -> Run:
-        decoder = self.decoder
+    ) -> Generation:
+        decoder = self.decoders[sampling.temperature]
         decoder.cached = []  # every prompt is timed with its own prefill
         if decoder.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(decoder.device)
-        generation = Generation(decoder, ids, sampling, budget, stop_ids)
-        for _ in generation:
-            pass
-        stats = generation.stats
-        moved = bytes_per_round(decoder, len(ids) + len(generation.tokens) / 2) * stats.rounds
+        return Generation(decoder, ids, sampling, budget, stop_ids)
+
+    def finish(self, generation: Generation) -> Run:
+        decoder, stats = generation.decoder, generation.stats
+        middle = len(generation.ids) + len(generation.tokens) / 2
         return Run(
             generation.tokens,
             stats.prefill_s,
@@ -114,9 +115,17 @@ class TalonMethod:
             stats.draft_s,
             stats.verify_s,
             stats.plain_rounds,
-            moved,
+            bytes_per_round(decoder, middle) * stats.rounds,
             peak_memory(decoder.device),
         )
+
+
+def held_bytes(decoder: Decoder) -> int:
+    """Of the weights and caches that a decoder holds."""
+    held = [decoder.model, decoder.cache]
+    if decoder.tree.needs_head:
+        held += [decoder.drafter.head.layer, decoder.drafter.cache]
+    return sum(map(module_bytes, held))
 
 
 @dataclass(frozen=True)
@@ -162,35 +171,49 @@ def our_methods(args: Namespace, loaded: list[Loaded], context: int) -> list[Tal
     """Plain decoding of every target, every head with every tree, and lookup."""
     methods = []
     for target in loaded:
-        decoders = {"plain": Decoder(target.model, context, compile=args.compile)}
+        sources = {"plain": (None, "none")}
         for index, name in enumerate(target.heads):
-            for text in args.tree or TREES:
-                decoders[f"{name} {text}"] = make_decoder(args, target, index, text, context)
+            sources |= {f"{name} {text}": (index, text) for text in args.tree or TREES}
         if args.lookup:
-            tree = fit_tree(f"lookup:{args.lookup}", None)
-            decoders[tree.name] = Decoder(target.model, context, None, tree, args.compile)
-        methods += [TalonMethod(f"{target.name} {n}", target.name, d) for n, d in decoders.items()]
+            sources[f"lookup:{args.lookup}"] = (None, f"lookup:{args.lookup}")
+        for name, (index, text) in sources.items():
+            decoders = make_decoders(args, target, index, text, context)
+            methods.append(TalonMethod(f"{target.name} {name}", target.name, decoders))
     return methods
 
 
-def make_decoder(args: Namespace, target: Loaded, index: int, text: str, context: int) -> Decoder:
-    """The decoder of a head, by its place on the command line, with the tree that `text` names."""
-    model, head = target.model, list(target.heads.values())[index]
-    choice = None
+def make_decoders(
+    args: Namespace, target: Loaded, index: int | None, text: str, context: int
+) -> dict[float, Decoder]:
+    """The decoder of every temperature with the tree that `text` names and a head, by its place on
+    the command line. Only `auto` makes more than one.
+    """
     if text == "auto":
-        limit = min(512, model.config.max_seq_length // 2)
-        choice = settle(
-            (target.path, args.draft_checkpoint_path[index]),
-            (device_name(pick_device(args.device)), target.precision),
-            model,
-            head,
-            lambda: prompts_for(target.tokenizer, model.config.vocab_size, PROMPTS, limit),
-            SamplingConfig(args.temperature[0]),
-            args.compile,
-            "again" if args.retune else "once",
-            note,
-        )
-    tree = choice.tree if choice else fit_tree(text, head.config)
+        return {t: auto_decoder(args, target, index, t, context) for t in args.temperature}
+    head = None if index is None else list(target.heads.values())[index]
+    tree = fit_tree(text, head and head.config)
+    decoder = Decoder(target.model, context, head if tree.needs_head else None, tree, args.compile)
+    return dict.fromkeys(args.temperature, decoder)
+
+
+def auto_decoder(
+    args: Namespace, target: Loaded, index: int, temperature: float, context: int
+) -> Decoder:
+    """With the tree that `--tree auto` chooses at this temperature, and its fallback."""
+    model, head = target.model, list(target.heads.values())[index]
+    limit = min(512, model.config.max_seq_length // 2)
+    choice = settle(
+        (target.path, args.draft_checkpoint_path[index]),
+        (device_name(pick_device(args.device)), target.precision),
+        model,
+        head,
+        lambda: prompts_for(target.tokenizer, model.config.vocab_size, PROMPTS, limit),
+        SamplingConfig(temperature),
+        args.compile,
+        "again" if args.retune else "once",
+        note,
+    )
+    tree = choice.tree if choice else fit_tree("auto", head.config)
     decoder = Decoder(model, context, head if tree.needs_head else None, tree, args.compile)
     if choice is not None:
         decoder.fall_back_below(choice.break_even)
@@ -207,27 +230,25 @@ def measure(
     stop_ids: frozenset[int],
     log: Path | None,
 ) -> Iterator[Cell]:
-    """All cells, in turns. Every finished cell is on disk before the next begins."""
+    """All cells, in turns. Every finished cell is on disk before the next turn begins."""
     for method in methods:  # compile, and touch every page once
         for temperature in args.temperature:
             note(f"warming up {method.name} at temperature {temperature:g} ...")
             sampling = SamplingConfig(temperature, seed=args.seed)
             if isinstance(method, TalonMethod):  # the rounds of a fallback too
-                method.decoder.warm_up(sampling.kind)
-            method.run(prompts[0], sampling, min(8, args.max_new_tokens), stop_ids)
+                method.decoders[temperature].warm_up(sampling.kind)
+            run_in_turns([method], prompts[0], sampling, min(8, args.max_new_tokens), stop_ids)
     for repeat in range(args.repeats):
         for number, ids in enumerate(prompts):
             turn = (number + repeat) % len(methods)
-            for temperature in args.temperature:
-                for method in methods[turn:] + methods[:turn]:
-                    sampling = SamplingConfig(temperature, seed=args.seed + number)
-                    cell = Cell(
-                        method.name,
-                        temperature,
-                        repeat,
-                        number,
-                        method.run(ids, sampling, args.max_new_tokens, stop_ids),
-                    )
+            groups: dict[str, list] = {}
+            for method in methods[turn:] + methods[:turn]:
+                groups.setdefault(getattr(method, "group", method.name), []).append(method)
+            for temperature, group in itertools.product(args.temperature, groups.values()):
+                sampling = SamplingConfig(temperature, seed=args.seed + number)
+                runs = run_in_turns(group, ids, sampling, args.max_new_tokens, stop_ids)
+                for method, run_ in zip(group, runs, strict=True):
+                    cell = Cell(method.name, temperature, repeat, number, run_)
                     if log is not None:
                         with log.open("a", encoding="utf-8") as file:
                             file.write(json.dumps(asdict(cell)) + "\n")
@@ -235,14 +256,31 @@ def measure(
         note(f"repetition {repeat + 1} of {args.repeats} done")
 
 
+def run_in_turns(
+    group: list, ids: list[int], sampling: SamplingConfig, budget: int, stop_ids: frozenset[int]
+) -> list[Run]:
+    """A peer alone, or our methods of one target. These take turns of one round on a CPU, whose
+    speed varies from second to second; of a whole text on a GPU, where a round is queued while the
+    one before runs. Different targets never do: each would find the caches full of other weights.
+    """
+    if not isinstance(group[0], TalonMethod):
+        return [peer.run(ids, sampling, budget, stop_ids) for peer in group]
+    texts = [method.start(ids, sampling, budget, stop_ids) for method in group]
+    if texts[0].decoder.device.type == "cuda":
+        rounds = itertools.chain.from_iterable(texts)
+    else:
+        rounds = itertools.zip_longest(*texts)
+    for _ in rounds:
+        pass
+    return [method.finish(text) for method, text in zip(group, texts, strict=True)]
+
+
 def results(
     methods: list, cells: list[Cell], prompts: list[list[int]], args: Namespace
 ) -> list[dict]:
     """The summary of every method at every temperature, in the order of the methods."""
     kept, rows = complete(cells, methods), []
-    plain = {
-        m.group: m for m in methods if isinstance(m, TalonMethod) and m.decoder.tree.nodes == 1
-    }
+    plain = {m.group: m for m in methods if isinstance(m, TalonMethod) and m.is_plain}
     for temperature in args.temperature:
         for method in methods:
             group = getattr(method, "group", next(iter(plain)))
@@ -254,7 +292,9 @@ def results(
             row = summarize(method, mine, base)
             ours = isinstance(method, TalonMethod)
             if (ours or temperature == 0) and method is not plain[group]:
-                row["ids"] = compare_ids(mine, base, plain[group].decoder, prompts, args.seed)
+                row["ids"] = compare_ids(
+                    mine, base, plain[group].decoders[temperature], prompts, args.seed
+                )
             rows.append(row)
     return rows
 
@@ -364,6 +404,8 @@ def check_args(args: Namespace) -> None:
         check_output("--readme", args.readme.resolve(), [])
     if args.out is not None and args.out.exists() and not args.out.is_dir():
         raise ValueError(f"--out {args.out} is a file: give the name of a directory")
+    if args.gguf is not None and not args.gguf.is_file():
+        raise ValueError(f"--gguf {args.gguf} is no file: give one, or leave it out")
     if args.retune and "auto" not in (args.tree or ()):
         raise ValueError("--retune measures for --tree auto: give that too")
     if args.tree and not args.draft_checkpoint_path:

@@ -18,6 +18,7 @@ import json
 import random
 import re
 import sys
+import zlib
 from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -228,22 +229,27 @@ class SelfTalk:
         rng = random.Random(f"{self.recipe.seed}/{number}")
         temperature = 0.0 if rng.random() < self.recipe.greedy else self.recipe.temperature
         if self.given is not None:
-            ids = self.given[number] if number < len(self.given) else None
-            return (
-                None
-                if ids is None
-                else Slot(number, deque(ids), False, temperature, start=len(ids))
-            )
+            if number >= len(self.given):
+                return None
+            ids = self.given[number]
+            return Slot(number, deque(ids), False, temperature, start=len(ids))
         kind = rng.random()
-        for _ in range(20 if kind < FILLED_SHARE else 0):
-            text = self.bank.filled(rng, self.passages)
-            ids = self.tokenizer.encode_chat([{"role": "user", "content": text}])
-            if tuple(ids) not in self.prompts and len(ids) <= self.recipe.rows - self.recipe.answer:
-                self.prompts.add(tuple(ids))
-                return Slot(number, deque(ids), False, temperature, start=len(ids))
+        ids = self.new_prompt(rng) if kind < FILLED_SHARE else None
+        if ids is not None:
+            self.prompts.add(tuple(ids))
+            return Slot(number, deque(ids), False, temperature, start=len(ids))
         opener = rng.choice(self.bank.openers) if kind < FILLED_SHARE + OPENED_SHARE else ""
         ids = self.before + self.tokenizer.encode(opener, add_bos=False)
         return Slot(number, deque(ids), True, temperature, turn=len(self.before))
+
+    def new_prompt(self, rng: random.Random) -> list[int] | None:
+        """One filled from the bank that was not there before; None if 20 tries find none."""
+        for _ in range(20):
+            text = self.bank.filled(rng, self.passages)
+            ids = self.tokenizer.encode_chat([{"role": "user", "content": text}])
+            if tuple(ids) not in self.prompts and len(ids) <= self.recipe.rows - self.recipe.answer:
+                return ids
+        return None
 
     def wanted(self, row: int, slot: Slot) -> tuple[int, float, float, int]:
         counter = slot.number * self.recipe.rows + len(slot.ids)
@@ -351,7 +357,9 @@ def prepare_data(
             )
         given = read_prompts(path, tokenizer, recipe) if regenerate else None
         talk = SelfTalk(model, tokenizer, PromptBank(BANK), recipe, given)
-        path = out / ("regenerated.jsonl" if regenerate else "self.jsonl")
+        # Answers to another file, or to what this one was, are not gone on with.
+        mark = f"regenerated_{zlib.crc32(path.read_bytes()):08x}" if regenerate else "self"
+        path = out / f"{mark}.jsonl"
         make_conversations(talk, path, answer_tokens)
     rows, skipped = read_conversations(path, tokenizer, model.config, limit)
     for reason, count in skipped.items():

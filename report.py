@@ -92,7 +92,7 @@ def summarize(method: object, cells: list[Cell], plain: list[Cell]) -> dict:
     known = bool(verify_s)
     return {
         "method": method.name,
-        "tree": getattr(method, "tree", None),
+        "tree": getattr(method, "trees", {}).get(cells[0].temperature),
         "temperature": cells[0].temperature,
         "tokens_per_s": speed(runs),
         "tokens_per_s_spread": spread_of(own),

@@ -47,6 +47,8 @@ from model import ModelConfig, Transformer
 from tokenizer import Tokenizer
 
 EVALUATION_FILE = "evaluation.json"
+BOTH = {"checkpoint_path", "out", "device"}  # what training and measuring read
+MEASURING = {"evaluate", "trees", "new_tokens"}
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
@@ -55,7 +57,18 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add_data_options(parser.add_argument_group("the data").add_argument)
     add_training_options(parser.add_argument_group("the training").add_argument)
     add_run_options(parser.add_argument_group("the run").add_argument)
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    unused = [
+        name
+        for name, value in vars(args).items()
+        if value != parser.get_default(name)
+        and name not in BOTH
+        and (name in MEASURING) != bool(args.evaluate)
+    ]
+    if unused:
+        does = "does not train" if args.evaluate else "is not given, which alone measures"
+        raise ValueError(f"--evaluate {does}: leave out --{unused[0]}")
+    return args
 
 
 def add_head_options(add: Callable) -> None:
@@ -272,7 +285,14 @@ def evaluate(args: argparse.Namespace, device: torch.device) -> int:
         raise ValueError(
             f"no tokenizer lies beside {file.path}: questions are text, copy tokenizer.json there"
         )
-    texts = answer_greedily(model, read_questions(args.evaluate, tokenizer), args.new_tokens)
+    questions = read_questions(args.evaluate, tokenizer)
+    room = model.config.max_seq_length - max(map(len, questions))
+    if args.new_tokens > room:
+        raise ValueError(
+            f"new_tokens {args.new_tokens} do not fit behind the longest question: the context of "
+            f"{model.config.max_seq_length} leaves {room}"
+        )
+    texts = answer_greedily(model, questions, args.new_tokens)
     c = head.config
     teacher = Teacher(model, c.family, c.feature_layers, max(len(text.ids) for text in texts), 0)
     differing = 0

@@ -16,6 +16,7 @@ import benchmark
 import gpu_check
 import peers
 import roofline
+import tuning
 from eagle_draft import parse_tree
 from engine import Decoder
 from model import ModelConfig
@@ -37,7 +38,7 @@ from report import (
 )
 from roofline import CARDS, PRECISIONS, SHAPES
 from sampling import SamplingConfig
-from tuning import row_costs
+from tuning import Choice, row_costs
 
 ROOT = Path(benchmark.__file__).parent
 METHOD = {
@@ -189,7 +190,7 @@ def test_every_cell_is_on_disk_as_soon_as_it_is_measured(finished):
 
 
 def test_an_interruption_reports_what_was_measured(files, tmp_path, monkeypatch, capsys):
-    ran, original = [], benchmark.TalonMethod.run
+    ran, original = [], benchmark.TalonMethod.start
 
     def interrupted(self, *args):
         ran.append(self.name)
@@ -197,13 +198,14 @@ def test_an_interruption_reports_what_was_measured(files, tmp_path, monkeypatch,
             raise KeyboardInterrupt
         return original(self, *args)
 
-    monkeypatch.setattr(benchmark.TalonMethod, "run", interrupted)
+    monkeypatch.setattr(benchmark.TalonMethod, "start", interrupted)
     assert run(files, "--tree", "chain:2", "--out", str(tmp_path)) == 130
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     check_report(report)
     assert report["interrupted"] and report["methods"]
     assert {row["tokens"] for row in report["methods"] if row["temperature"] == 0} != {0}
-    assert len((tmp_path / "cells.jsonl").read_text().splitlines()) == len(ran) - 2 * 3 - 1
+    turns = (len(ran) - 2 * 3) // 3  # finished ones, after the warm-up; three methods in each
+    assert len((tmp_path / "cells.jsonl").read_text().splitlines()) == 3 * turns
 
 
 def test_results_go_into_the_marked_section_of_a_readme(finished, files, tmp_path):
@@ -267,7 +269,7 @@ def test_the_row_cost_curve_can_be_measured_alone(files, tmp_path, capsys):
 
 
 class Method:
-    name, memory_bytes, tree = "m", 1, "none"
+    name, memory_bytes, trees = "m", 1, {0.0: "none"}
 
 
 def cell(method: str, repeat: int, prompt: int, decoded: int, seconds: float, tokens=()) -> Cell:
@@ -715,12 +717,49 @@ def test_the_made_up_head_is_wrong_exactly_after_every_fourth_token():
     assert torch.equal(right, tokens % 4 != 0)
 
 
-def test_a_method_reports_its_own_tree_and_memory():
+def chain_method(name: str, tree: str) -> benchmark.TalonMethod:
     model = table_model(cycle_table(24))
-    method = benchmark.TalonMethod(
-        "m", "g", Decoder(model, 64, table_head(model), parse_tree("chain:3"), compile=False)
-    )
-    run_ = method.run([1, 2], SamplingConfig(), 20, frozenset())
+    decoder = Decoder(model, 64, table_head(model), parse_tree(tree), compile=False)
+    return benchmark.TalonMethod(name, "g", {0.0: decoder})
+
+
+def test_a_method_reports_its_own_tree_and_memory():
+    method = chain_method("m", "chain:3")
+    (run_,) = benchmark.run_in_turns([method], [1, 2], SamplingConfig(), 20, frozenset())
     assert run_.tokens == [(3 + i) % 24 for i in range(20)]
     assert run_.rounds == 5 and run_.decoded == 19 and run_.accepted_by_depth[0] == 5
-    assert method.memory_bytes > sum(p.numel() * 4 for p in model.layers.parameters())
+    assert method.trees == {0.0: "chain:3"}
+    layers = method.decoders[0.0].model.layers
+    assert method.memory_bytes > sum(p.numel() * 4 for p in layers.parameters())
+
+
+def test_methods_of_one_target_take_turns_round_by_round(monkeypatch):
+    order, launch = [], Decoder.launch
+    methods = [chain_method("a", "chain:3"), chain_method("b", "chain:1")]
+    names = {id(method.decoders[0.0]): method.name for method in methods}
+
+    def seen(self, *args):
+        order.append(names[id(self)])
+        return launch(self, *args)
+
+    monkeypatch.setattr(Decoder, "launch", seen)
+    long, short = benchmark.run_in_turns(methods, [1, 2], SamplingConfig(), 9, frozenset())
+    assert long.tokens == short.tokens and (long.rounds, short.rounds) == (2, 4)
+    assert order == list("ababbb"[: len(order)]) and len(order) == 6
+
+
+def test_auto_has_a_tree_for_every_temperature_and_plain_stays_the_reference(files, monkeypatch):
+    def tune(model, head, prompts, sampling, *_, **__):
+        tree = "chain:2" if sampling.temperature == 0 else "none"
+        return Choice(parse_tree(tree), 1.5, 1.2, {"paths": None})
+
+    monkeypatch.setattr(tuning, "tune", tune)
+    lines = []
+    monkeypatch.setattr("builtins.print", lambda text="", **_: lines.append(text))
+    assert run(files, "--tree", "auto", "--retune", "--ignore_eos", "--no_row_costs") == 0
+    rows = json.loads(lines[-1])["methods"]
+    trees = {row["temperature"]: row["tree"] for row in rows if row["method"].endswith("auto")}
+    assert trees == {0.0: "chain:2", 1.0: "none"}
+    for row in rows:
+        assert ("ids" in row) is not row["method"].endswith(" plain")
+        assert row["times_plain"] == 1.0 or not row["method"].endswith(" plain")

@@ -415,7 +415,7 @@ def test_a_sharded_target_teaches_the_same(target: Path, data_file: Path, tmp_pa
 
 @HEADS
 def test_acceptance_is_what_decoding_reaches(
-    target: Path, data_file: Path, tmp_path: Path, family: str
+    target: Path, data_file: Path, tmp_path: Path, family: str, capsys: pytest.CaptureFixture
 ) -> None:
     path = train(target, data_file, tmp_path, "--epochs", 2, family=family)
     questions = tmp_path / "questions.jsonl"
@@ -433,6 +433,8 @@ def test_acceptance_is_what_decoding_reaches(
         "--trees",
         *trees,
     ]
+    assert "new_tokens -100" in complaint(capsys, *command, "--new_tokens", -100)
+    assert "the context of 256 leaves" in complaint(capsys, *command, "--new_tokens", 250)
     assert train_draft.main([str(x) for x in command]) == 0
     report = json.loads((tmp_path / "evaluation.json").read_text())
     assert report["not_the_choice_again"] == 0
@@ -526,6 +528,30 @@ def test_an_interrupted_data_file_is_taken_up_again(target: Path, tmp_path: Path
     assert len(set(numbers)) == len(numbers)
 
 
+def test_regenerated_answers_belong_to_the_turns_of_the_file_as_it_is_now(
+    target: Path, tmp_path: Path
+) -> None:
+    path, out = tmp_path / "turns.jsonl", tmp_path / "o"
+    tokenizer = load_tokenizer(target.parent)
+
+    def regenerate(word: str) -> tuple[Path, list[list[int]], list[list[int]]]:
+        """The file that is made, the prompts in it and those it was to answer."""
+        turns = [[{"role": "user", "content": f"What is a {word} {i}?"}] for i in range(12)]
+        answered = [[*turn, {"role": "assistant", "content": "?"}] for turn in turns]
+        path.write_text("".join(json.dumps({"messages": row}) + "\n" for row in answered))
+        train(target, path, out, "--regenerate", "--data_batch", 4, "--epochs", 1)
+        made = max(out.glob("regenerated_*.jsonl"), key=lambda file: file.stat().st_mtime_ns)
+        rows = [json.loads(line) for line in made.read_text().splitlines()]
+        asked = [row["ids"][: row["spans"][0][0]] for row in rows]
+        return made, asked, [tokenizer.encode_chat(turn) for turn in turns]
+
+    first, asked, prompts = regenerate("tree")
+    assert asked and all(ids in prompts for ids in asked)
+    (out / train_draft.STATE_FILE).unlink()
+    second, asked, prompts = regenerate("rock")
+    assert asked and all(ids in prompts for ids in asked) and second != first
+
+
 # --- mistakes -------------------------------------------------------------------------------------
 
 
@@ -579,7 +605,8 @@ def test_bad_data_is_one_line(
         (("--data", "self", "--regenerate"), "--data FILE"),
         (("--init", "nowhere.safetensors"), "nowhere.safetensors"),
         (("--resume",), "does not exist"),
-        (("--evaluate", "q.jsonl", "--new_tokens", -100), "new_tokens -100"),
+        (("--evaluate", "q.jsonl"), "--evaluate does not train: leave out --data"),
+        (("--new_tokens", 64), "--evaluate is not given, which alone measures: leave out --new_"),
     ],
 )
 def test_what_cannot_be_meant_is_one_line_and_leaves_no_directory(

@@ -138,14 +138,11 @@ def test_costs_interpolate_between_what_was_measured():
     assert costs.round(parse_tree("lookup:2")) == 2.0
 
 
-class Fixed:
-    """A racer with a known result."""
-
-    def __init__(self, tokens: int, rounds: int, seconds: float) -> None:
-        racer = Racer(None)
-        racer.tokens, racer.rounds = tokens, rounds
-        racer.round_times = [seconds / rounds] * rounds
-        self.racer = racer
+def racer(*round_times: float) -> Racer:
+    """A racer whose rounds took these seconds."""
+    known = Racer(None)
+    known.round_times = list(round_times)
+    return known
 
 
 @pytest.mark.parametrize(
@@ -153,9 +150,10 @@ class Fixed:
 )
 def test_drafting_is_chosen_only_when_the_race_says_it_wins(recording, gain, drafts):
     costs = Costs({1: 1.0, 64: 1.0}, {1: 0.1, 10: 0.1})
-    candidate = Candidate(parse_tree("chain:3"), "chain", 2.0, 1.5)
-    racers = [Fixed(100, 100, 10.0).racer, Fixed(int(1000 * gain), 500, 100.0).racer]
+    candidate = Candidate(parse_tree("chain:3"), "chain", tokens=2 * gain, seconds=1.5)
+    racers = [racer(0.1, 0.1, 0.7), racer(0.2, 0.2, 0.1)]
     choice = tuning.decide(racers, [candidate], costs, recording, [candidate])
+    assert choice.report["race"][0]["gain"] == pytest.approx(gain)
     assert (choice.tree != NO_TREE) is drafts
     assert choice.break_even == (pytest.approx(2.0) if drafts else 1.0)
     assert ("plain decoding, since nothing beats it" in choice.describe()) is not drafts
@@ -165,7 +163,7 @@ def test_no_finalist_means_plain_decoding(recording):
     costs = Costs({1: 1.0, 64: 640.0}, {1: 9.0, 10: 9.0})
     found = [c for c in tuning.candidates(recording, costs) if c.tree.nodes > 8]
     assert tuning.finalists(found, 1 / costs.round(NO_TREE)) == []
-    assert tuning.decide([Fixed(100, 100, 10.0).racer], [], costs, recording, found).tree == NO_TREE
+    assert tuning.decide([racer(0.1)], [], costs, recording, found).tree == NO_TREE
 
 
 def candidate(text: str, kind: str, speed: float) -> Candidate:

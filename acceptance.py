@@ -16,6 +16,10 @@ from engine import Decoder
 from lookup_draft import look_up
 from sampling import SamplingConfig
 
+END = (
+    -1
+)  # what stands in a recorded text for its stop token: no guess, since a round gives it anyway
+
 
 @dataclass(frozen=True)
 class Recording:
@@ -24,7 +28,7 @@ class Recording:
 
     scores: fp64 [R, M]; parents: int64 [R, M], flat; truth: int64 [R, L], flat index of the true
     token's candidate at each depth, -1 from the first depth at which the recorded candidates miss
-    it. texts: prompt and answer ids, with the prompt's length.
+    it. texts: prompt and answer ids, END last where the answer ended, with the prompt's length.
     """
 
     tree: Tree
@@ -42,8 +46,9 @@ class Recording:
 def record(
     decoder: Decoder, prompts: list[list[int]], budget: int, sampling: SamplingConfig
 ) -> Recording:
-    """Decode with a dynamic tree, eyes on every candidate. Rounds too close to a text's end tell
-    nothing: dropped.
+    """Decode with a dynamic tree, eyes on every candidate. Rounds too close to where a text was
+    broken off tell nothing: dropped. An answer that ended goes no further, as in real decoding:
+    what models say behind their stop token repeats itself.
     """
     tree, drafter, seen = decoder.tree, decoder.drafter, []
     select = drafter.select
@@ -61,31 +66,34 @@ def record(
         seen.clear()
         text = decode_unlaunched(decoder, ids, budget + tree.levels, sampling.kind)
         texts.append((text, len(ids)))
+        beyond = [END] * tree.levels if text[-1] == END else []
         for length, *round_ in seen:
-            ahead = text[int(length) + 1 :][: tree.levels]
+            ahead = [*text[int(length) + 1 :], *beyond][: tree.levels]
             if len(ahead) == tree.levels:
                 tokens, scores, parents = (tensor.cpu().numpy() for tensor in round_)
                 rows.append(
                     (scores.astype(np.float64), parents, true_path(tree, tokens, parents, ahead))
                 )
     drafter.select = select
-    scores, parents, truth = (np.array(column) for column in zip(*rows, strict=True))
+    scores, parents, truth = (np.array([row[part] for row in rows]) for part in range(3))
     return Recording(tree, scores, parents, truth, texts)
 
 
 @torch.inference_mode()
 def decode_unlaunched(decoder: Decoder, ids: list[int], budget: int, kind: str) -> list[int]:
-    """Decode by plain calls of the round, without a graph, past any stop token. Returns prompt and
-    answer.
+    """Decode by plain calls of the round, without a graph. Returns prompt and answer, with END for
+    its stop token.
     """
     decoder.cached = []
-    text = [*ids, decoder.prefill(ids, 0, kind)]
-    while (
-        len(text) < len(ids) + budget and len(text) + decoder.tree.levels < decoder.max_seq_length
-    ):
+    text, stop_ids = [*ids, decoder.prefill(ids, 0, kind)], set(decoder.model.config.eos_ids)
+    longest = min(len(ids) + budget, decoder.max_seq_length - decoder.tree.levels)
+    while len(text) < longest and not stop_ids & set(text[len(ids) :]):
         decoder.round(decoder.slots(len(text) + decoder.reach), kind)
         count, *tokens = decoder.report.tolist()
         text += tokens[:count]
+    for at in range(len(ids), len(text)):
+        if text[at] in stop_ids:
+            return [*text[:at], END]
     return text
 
 
@@ -156,10 +164,11 @@ def lookup_acceptance(recording: Recording, count: int) -> float:
     for text, prompt in recording.texts:
         history = torch.tensor([-1, *text[1:]])
         slots = torch.arange(len(text))
-        at = prompt
-        while at + count < len(text):
+        at, padded = prompt, text + [END] * count
+        last = len(text) - (1 if text[-1] == END else count)
+        while at < last:
             guesses = look_up(history, torch.tensor([at]), slots, count).tolist()
-            ahead = text[at + 1 : at + 1 + count]
+            ahead = padded[at + 1 : at + 1 + count]
             good = next((i for i in range(count) if guesses[i] != ahead[i]), count)
             total, rounds, at = total + good, rounds + 1, at + good + 1
     return total / max(rounds, 1)

@@ -382,20 +382,18 @@ def target_mark(model: Transformer) -> str:
 def plot(out: Path) -> None:
     """Loss and accuracy against tokens seen, where matplotlib is installed."""
     try:
-        import matplotlib
+        from matplotlib.figure import Figure
     except ImportError:
         note("no plot: matplotlib is not installed (the numbers are in " + LOG_FILE + ")")
         return
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     try:
         lines = (out / LOG_FILE).read_text(encoding="utf-8").splitlines()
         entries = [json.loads(line) for line in lines]
     except (OSError, ValueError) as error:
         note(f"no plot: {out / LOG_FILE} cannot be read ({error})")
         return
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4))
+    figure = Figure(figsize=(11, 4))
+    left, right = figure.subplots(1, 2)
     train = [e for e in entries if "loss" in e]
     left.plot([e["tokens"] for e in train], [e["cross_entropy"][0] for e in train])
     left.set(title="cross-entropy at level 1, training", xlabel="answer tokens seen")
@@ -414,4 +412,7 @@ def plot(out: Path) -> None:
     )
     right.set(title="right guesses, held-out", xlabel="answer tokens seen")
     right.legend()
-    figure.savefig(out / PLOT_FILE, dpi=100, bbox_inches="tight", metadata={"Software": None})
+    with atomic_file(out / PLOT_FILE) as file:
+        figure.savefig(
+            file, format="png", dpi=100, bbox_inches="tight", metadata={"Software": None}
+        )

@@ -4,13 +4,12 @@
 
 from pathlib import Path
 
-import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, ScalarFormatter
 
-matplotlib.use("Agg")  # no window, no display
-from matplotlib import pyplot as plt  # noqa: E402
-from matplotlib.ticker import MaxNLocator  # noqa: E402
-
-from report import short_commit  # noqa: E402
+from checkpoint import atomic_file
+from report import short_commit
 
 COLORS = ("#3b6ea5", "#c9733a")  # temperature 0, the next one
 
@@ -25,11 +24,16 @@ def draw(report: dict, out: Path) -> list[Path]:
     written = []
     for name, plot, possible in plans:
         if possible:
-            figure = plot(report)
-            figure.savefig(out / name, dpi=120, bbox_inches="tight")
-            plt.close(figure)
+            with atomic_file(out / name) as file:
+                plot(report).savefig(file, format="png", dpi=120, bbox_inches="tight")
             written.append(out / name)
     return written
+
+
+def new_figure(width: float, height: float) -> tuple[Figure, Axes]:
+    """Without pyplot, which would want a display and keep every figure."""
+    figure = Figure(figsize=(width, height))
+    return figure, figure.subplots()
 
 
 def caption(report: dict) -> str:
@@ -38,14 +42,14 @@ def caption(report: dict) -> str:
     return f"{report['device']}, {prompts}commit {short_commit(report)}"
 
 
-def speed_plot(report: dict) -> plt.Figure:
+def speed_plot(report: dict) -> Figure:
     """Horizontal bars, one group a method, one bar a temperature; whiskers as wide as the
     repetitions lie apart.
     """
     rows = report["methods"]
     names = list(dict.fromkeys(row["method"] for row in rows))
     temperatures = list(dict.fromkeys(row["temperature"] for row in rows))
-    figure, axes = plt.subplots(figsize=(9, 0.6 + 0.28 * len(names) * len(temperatures)))
+    figure, axes = new_figure(9, 0.6 + 0.28 * len(names) * len(temperatures))
     height = 0.8 / len(temperatures)
     for index, temperature in enumerate(temperatures):
         mine = {row["method"]: row for row in rows if row["temperature"] == temperature}
@@ -78,11 +82,11 @@ def speed_plot(report: dict) -> plt.Figure:
     return figure
 
 
-def rows_plot(report: dict) -> plt.Figure:
+def rows_plot(report: dict) -> Figure:
     """Milliseconds of a target forward over the number of rows; dashed: what bandwidth and rate
     allow at best.
     """
-    figure, axes = plt.subplots(figsize=(7, 4.5))
+    figure, axes = new_figure(7, 4.5)
     for curve in report["row_costs"]:
         rows = [int(n) for n in curve["rows_ms"]]
         (line,) = axes.plot(
@@ -92,18 +96,21 @@ def rows_plot(report: dict) -> plt.Figure:
     axes.plot([], [], "--", color="gray", lw=1, label="bound by copy bandwidth and product rate")
     axes.set_xlabel("rows of the forward (tree nodes)")
     axes.set_ylabel("milliseconds")
-    axes.set_ylim(bottom=0)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log", base=2)
+    axes.xaxis.set_major_formatter(ScalarFormatter())
+    axes.yaxis.set_major_formatter(ScalarFormatter())
     axes.grid(alpha=0.3)
     axes.set_title(caption(report), fontsize=9)
     axes.legend(fontsize=8)
     return figure
 
 
-def depth_plot(report: dict) -> plt.Figure:
+def depth_plot(report: dict) -> Figure:
     """Share of rounds whose node at each depth was accepted; of the first target that ran a tree,
     since its precision changes little.
     """
-    figure, axes = plt.subplots(figsize=(7, 4.5))
+    figure, axes = new_figure(7, 4.5)
     lines: dict[tuple[str, float], list[float]] = {}
     for row in report["methods"]:
         if row["accepted_by_depth"]:

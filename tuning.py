@@ -53,9 +53,10 @@ from sampling import SamplingConfig
 ROWS = (1, 3, 6, 8, 16, 32, 64)  # of a target forward; other counts are interpolated
 BEAMS = (1, 4, 10)  # of a draft level
 NODES = (4, 8, 16, 24, 32, 48, 64)  # of the static and dynamic trees that are considered
-PROBE = {"nodes": 32, "levels": 8, "top_k": 10}  # the tree whose candidates are recorded
+# The tree whose candidates are recorded: all of its wide levels, though few are put to the target.
+PROBE = {"nodes": 8, "levels": 8, "top_k": 10}
 PROMPTS, TOKENS = 32, 48  # built-in prompts and new tokens of each: what lookup gains varies widely
-RACED = 8  # of them, whose rounds are timed
+RACED = 6  # of them, whose rounds are timed
 LEAST_GAIN = 1.02  # over plain decoding; less is noise, and plain is simpler
 VERSION = 4  # a stored choice counts for the kernels it was measured with
 SHORTEST = 64  # a context below this leaves nothing to measure: the preset stays
@@ -297,7 +298,9 @@ class Racer:
         self.round_times: list[float] = []
 
     def decode(self, ids: list[int], budget: int, sampling: SamplingConfig) -> Iterator[float]:
-        """One text; yields the seconds of every forward, the prefill's as zero."""
+        """One text, past any stop token; yields the seconds of every forward, the prefill's as
+        zero.
+        """
         self.decoder.cached = []
         generation, before = Generation(self.decoder, ids, sampling, budget), 0.0
         for _ in generation:
@@ -363,6 +366,8 @@ def tune(
     probe = dynamic_tree(min(PROBE["nodes"], width + (levels - 1) * width**2 + 1), levels, width)
     say("tuning: recording what the head guesses ...")
     recording = record(Decoder(model, context, head, probe, compile), prompts, budget, sampling)
+    if not len(recording.truth):  # every answer was one token
+        return Choice(NO_TREE, 1.0, 1.0, {"race": [], "costs": asdict(costs), "paths": None})
     found = candidates(recording, costs)
     chosen = finalists(found, 1 / costs.round(NO_TREE))
     names = ", ".join(c.tree.name for c in chosen)

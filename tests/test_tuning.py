@@ -3,6 +3,7 @@ and it is kept.
 """
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -98,6 +99,34 @@ def test_lookup_acceptance_equals_that_of_real_decoding():
     runs = [decode(decoder, ids, 120) for ids in ([3, 1, 4], [9, 2, 6, 5])]
     real = sum(r.stats.emitted for r in runs) / sum(r.stats.rounds for r in runs) - 1
     assert acceptance.lookup_acceptance(recording, 3) == pytest.approx(real, abs=0.1)
+
+
+def ending_pair(*stop_ids: int):
+    """A target that counts to 23 and begins again, with its stop tokens, and a perfect head."""
+    model = table_model(cycle_table(24), max_seq_length=512)
+    model.config = replace(model.config, eos_ids=stop_ids)
+    return model, table_head(model)
+
+
+def test_nothing_behind_a_stop_token_is_counted():
+    model, head = ending_pair(9)
+    decoder = Decoder(model, 400, head, dynamic_tree(2, 4, 2), compile=False)
+    recording = acceptance.record(decoder, [[1, 2, 3]], 100, GREEDY)
+    assert recording.texts == [([1, 2, 3, 4, 5, 6, 7, 8, acceptance.END], 3)]
+    reached = (recording.truth >= 0).sum(1).tolist()
+    assert reached == [4, 2, 0]  # of the roots 4, 6 and 8, each round one deep
+    assert acceptance.lookup_acceptance(recording, 3) == 0  # the second time round would be right
+    endless = acceptance.record(
+        Decoder(ending_pair()[0], 400, head, dynamic_tree(2, 4, 2), compile=False),
+        [[1, 2, 3]], 100, GREEDY,
+    )  # fmt: skip
+    assert acceptance.lookup_acceptance(endless, 3) > 1
+
+
+def test_a_model_that_stops_at_once_decodes_plainly():
+    model, head = ending_pair(*range(24))
+    choice = tuning.tune(model, head, PROMPTS, GREEDY, compile=False, budget=24)
+    assert (choice.tree, choice.gain, choice.break_even) == (NO_TREE, 1.0, 1.0)
 
 
 def test_likely_paths_are_a_tree_of_the_most_frequent_ranks(recording):

@@ -28,13 +28,15 @@ class Recording:
 
     scores: fp64 [R, M]; parents: int64 [R, M], flat; truth: int64 [R, L], flat index of the true
     token's candidate at each depth, -1 from the first depth at which the recorded candidates miss
-    it. texts: prompt and answer ids, END last where the answer ended, with the prompt's length.
+    it; looked_up: int64 [R], how many tokens of a lookup at the same place are true, L at most.
+    texts: prompt and answer ids, END last where the answer ended, with the prompt's length.
     """
 
     tree: Tree
     scores: np.ndarray
     parents: np.ndarray
     truth: np.ndarray
+    looked_up: np.ndarray
     texts: list[tuple[list[int], int]]
 
     @property
@@ -71,12 +73,11 @@ def record(
             ahead = [*text[int(length) + 1 :], *beyond][: tree.levels]
             if len(ahead) == tree.levels:
                 tokens, scores, parents = (tensor.cpu().numpy() for tensor in round_)
-                rows.append(
-                    (scores.astype(np.float64), parents, true_path(tree, tokens, parents, ahead))
-                )
+                truth = true_path(tree, tokens, parents, ahead)
+                found = looked_up(text, int(length), ahead)
+                rows.append((scores.astype(np.float64), parents, truth, found))
     drafter.select = select
-    scores, parents, truth = (np.array([row[part] for row in rows]) for part in range(3))
-    return Recording(tree, scores, parents, truth, texts)
+    return Recording(tree, *(np.array([row[part] for row in rows]) for part in range(4)), texts)
 
 
 @torch.inference_mode()
@@ -111,10 +112,17 @@ def true_path(tree: Tree, tokens: np.ndarray, parents: np.ndarray, ahead: list[i
     return path
 
 
-def paths_acceptance(recording: Recording, paths: Iterable[Iterable[int]]) -> float:
-    """Mean accepted nodes of a static tree given by its rank paths."""
+def looked_up(text: list[int], root: int, ahead: list[int]) -> int:
+    """How many tokens of a lookup from position `root` on are those that came."""
+    history = torch.tensor([-1, *text[1:]])
+    guesses = look_up(history, torch.tensor([root]), torch.arange(len(text)), len(ahead)).tolist()
+    return next((i for i in range(len(ahead)) if guesses[i] != ahead[i]), len(ahead))
+
+
+def paths_accepted(recording: Recording, paths: Iterable[Iterable[int]]) -> np.ndarray:
+    """int64 [R]: accepted nodes of a static tree, given by its rank paths, in every round."""
     kept = {tuple(path) for path in paths}
-    return float(np.mean([accepted_depth(ranks, kept) for ranks in recording.ranks.tolist()]))
+    return np.array([accepted_depth(ranks, kept) for ranks in recording.ranks.tolist()])
 
 
 def accepted_depth(ranks: list[int], kept: set[tuple[int, ...]]) -> int:
@@ -125,11 +133,11 @@ def accepted_depth(ranks: list[int], kept: set[tuple[int, ...]]) -> int:
     return depth
 
 
-def dynamic_acceptance(
+def dynamic_accepted(
     recording: Recording, top_k: int, levels: int, nodes: Iterable[int]
-) -> dict[int, float]:
-    """Mean accepted nodes of dynamic trees of several sizes, by selecting again from what was
-    recorded.
+) -> dict[int, np.ndarray]:
+    """int64 [R] for each of several sizes: accepted nodes of a dynamic tree in every round, by
+    selecting again from what was recorded.
     """
     tree, scores = recording.tree, recording.scores
     count = scores.shape[0]
@@ -155,21 +163,17 @@ def dynamic_acceptance(
     at = np.where(truth < 0, 0, truth)
     usable = (truth >= 0) & np.take_along_axis(allowed, at, 1)
     places = np.where(usable, np.take_along_axis(place, at, 1), place.shape[1])
-    return {n: float((places < n - 1).cumprod(1).sum(1).mean()) for n in nodes}
+    return {n: (places < n - 1).cumprod(1).sum(1) for n in nodes}
 
 
 def lookup_acceptance(recording: Recording, count: int) -> float:
     """Mean accepted tokens of `lookup:count`, by running it over the texts as decoding would."""
     total = rounds = 0
     for text, prompt in recording.texts:
-        history = torch.tensor([-1, *text[1:]])
-        slots = torch.arange(len(text))
         at, padded = prompt, text + [END] * count
         last = len(text) - (1 if text[-1] == END else count)
         while at < last:
-            guesses = look_up(history, torch.tensor([at]), slots, count).tolist()
-            ahead = padded[at + 1 : at + 1 + count]
-            good = next((i for i in range(count) if guesses[i] != ahead[i]), count)
+            good = looked_up(text, at, padded[at + 1 : at + 1 + count])
             total, rounds, at = total + good, rounds + 1, at + good + 1
     return total / max(rounds, 1)
 

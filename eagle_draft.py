@@ -10,7 +10,7 @@ the next round."""
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -178,7 +178,8 @@ class DraftHead(nn.Module):
 
 @dataclass(frozen=True)
 class Tree:
-    """What to grow and what to keep. `nodes` counts the root; `levels` every draft level.
+    """What to grow and what to keep. `nodes` counts the root and all below it; `levels` every level
+    that a head drafts.
 
     Growing records candidates in one flat order: the root's `top_k` children, then for each further
     level the `top_k` children of each of its `beam` expanded nodes. Static trees (chains too) say
@@ -192,7 +193,7 @@ class Tree:
     beam: int
     expand: tuple[tuple[int, ...], ...] | None = None  # static: [levels - 1][beam] flat indices
     keep: tuple[int, ...] | None = None  # static: [nodes - 1] flat indices, ascending
-    lookup: bool = False  # a chain that comes from the text itself: no head grows it
+    lookup: int = 0  # a chain below the root that comes from the text itself: its tokens
 
     @property
     def candidates(self) -> int:
@@ -200,12 +201,17 @@ class Tree:
 
     @property
     def needs_head(self) -> bool:
-        return self.nodes > 1 and not self.lookup
+        return self.levels > 0
+
+    @property
+    def grown(self) -> int:
+        """Nodes of the part that the head grows, the root included."""
+        return self.nodes - self.lookup
 
     @property
     def depth(self) -> int:
         """Drafted tokens that one round can accept at most."""
-        return min(self.levels, self.nodes - 1)
+        return max(min(self.levels, self.grown - 1), self.lookup)
 
     @property
     def draft_slots(self) -> int:
@@ -294,17 +300,25 @@ PRESETS = {
 }
 
 
+def with_lookup(tree: Tree, count: int) -> Tree:
+    """The tree with a chain of `count` looked-up tokens below its root."""
+    name = f"lookup:{count}" if tree == NO_TREE else f"{tree.name}+lookup:{count}"
+    return replace(tree, name=name, nodes=tree.nodes + count, lookup=count)
+
+
 def parse_tree(text: str) -> Tree:
     """The tree that `--tree TEXT` names: none, chain:K, static, dynamic:nodes=,levels=,top_k=,
-    lookup:K, FILE.json.
+    lookup:K, FILE.json, or one of them followed by +lookup:K.
     """
+    beside, lookup, count = text.rpartition("lookup:")
+    if lookup and is_count(count) and 1 <= int(count) <= 64 and "lookup" not in beside:
+        if beside == "" or (beside.endswith("+") and len(beside) > 1):
+            return with_lookup(parse_tree(beside[:-1] or "none"), int(count))
     kind, _, rest = text.partition(":")
     if text == "none":
         return NO_TREE
     if kind == "chain" and is_count(rest) and 1 <= int(rest) <= 64:
         return chain(int(rest))
-    if kind == "lookup" and is_count(rest) and 1 <= int(rest) <= 64:
-        return Tree(text, nodes=int(rest) + 1, levels=int(rest), top_k=1, beam=0, lookup=True)
     if text == "static":
         return static_tree(EAGLE1_PATHS, "static")
     if kind == "dynamic":
@@ -317,7 +331,8 @@ def parse_tree(text: str) -> Tree:
     shown = text if len(text) < 60 else f"{text[:60]}..."
     raise ValueError(
         f"tree {shown!r} is not known: give auto, none, chain:K or lookup:K (1 to 64), static, "
-        "dynamic:nodes=60,levels=8,top_k=10, or a FILE.json with a list of paths"
+        "dynamic:nodes=60,levels=8,top_k=10, a FILE.json with a list of paths, or one of them with "
+        "+lookup:K behind it"
     )
 
 
@@ -550,7 +565,7 @@ class EagleDrafter:
             return torch.cat((root, drafted)), self.parents, self.ancestors
         drafted, parents, ancestors = self.select(
             torch.cat(all_tokens), torch.cat(all_scores), self.candidate_parents(beams),
-            tree.nodes - 1, tree.levels,
+            tree.grown - 1, tree.levels,
         )  # fmt: skip
         return torch.cat((root, drafted)), parents, ancestors
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from eagle_draft import NO_TREE, DraftHead, EagleDrafter, RootOnly, Tree
 from fallback import Backlog, Pace
-from lookup_draft import LookupDrafter
+from lookup_draft import EagleWithLookup, LookupDrafter
 from model import KVCache, Transformer, causal_mask, rope_table, tree_mask
 from sampling import SamplingConfig, SamplingState, choose
 
@@ -27,13 +27,16 @@ def accept(
     """The path of right nodes: its node indices int64 [rows], padded, and its length [1], the root
     counted.
 
-    A node is right if its token is what the target chose after its parent. Siblings have distinct
-    tokens, so the nodes that are right together with all their ancestors form one path."""
+    A node is right if its token is what the target chose after its parent; it is accepted if all
+    its ancestors are right too. The path leads to the deepest accepted node: there are several only
+    where a token was both grown and looked up."""
     index = torch.arange(tokens.shape[0], device=tokens.device)
     right = (tokens == choice[parents]) | (index == 0)
     accepted = ~(ancestors & ~right).any(1)
-    order = torch.where(accepted, index, index + tokens.shape[0])  # accepted first, in node order
-    return order.sort().indices[:rows], accepted.sum(0, keepdim=True)
+    deepest = torch.where(accepted, ancestors.sum(1), 0).argmax(0, keepdim=True)
+    path = ancestors[deepest][0]
+    order = torch.where(path, index, index + tokens.shape[0])  # the path first, in node order
+    return order.sort().indices[:rows], path.sum(0, keepdim=True)
 
 
 def verify(
@@ -222,7 +225,7 @@ class Decoder:
         weight = model.norm.weight
         self.device, c = weight.device, model.config
         self.chunk = 256 if self.device.type == "cuda" else 64  # rows of a prefill forward
-        drafting = tree.lookup or (head is not None and tree.nodes > 1)
+        drafting = tree.nodes > 1 and (head is not None or not tree.needs_head)
         # The slack lets a tree or a padded chunk run past the last legal position: nothing past it
         # is ever kept.
         self.reach = max(tree.nodes, tree.draft_slots) if drafting else 1  # slots past the length
@@ -231,10 +234,11 @@ class Decoder:
         compiled = compile_region if compile else lambda function: function
         self.plain = RootOnly(self.device)
         self.drafter = self.plain
-        if tree.lookup:
-            self.drafter = LookupDrafter(tree, rows, self.device, compiled)
+        if drafting and tree.needs_head:
+            source = EagleWithLookup if tree.lookup else EagleDrafter
+            self.drafter = source(head, tree, rows, compiled)
         elif drafting:
-            self.drafter = EagleDrafter(head, tree, rows, compiled)
+            self.drafter = LookupDrafter(tree, rows, self.device, compiled)
         self.tree = self.drafter.tree
         self.cache = KVCache(c.n_layer, c.n_kv_head, rows, c.head_dim, weight.dtype).to(self.device)
         self.table = rope_table(rows, c.head_dim, c.rope_theta, c.rope_scaling).to(self.device)
@@ -341,7 +345,7 @@ class Decoder:
         """Decode plainly while drafted rounds give fewer tokens than `break_even`, their cost in
         plain rounds.
         """
-        if self.tree.levels:
+        if self.tree.nodes > 1:
             dtype, dim = self.model.norm.weight.dtype, self.model.config.dim
             levels = len(self.drafter.feature_layers) or 1
             self.pace = Pace(break_even)

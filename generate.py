@@ -125,7 +125,10 @@ def add_text_options(add: Callable) -> None:
 def add_running_options(parser: Parser) -> None:
     running = parser.add_argument_group("running")
     add = running.add_argument
-    trees = "none, chain:K, static, dynamic:nodes=N,levels=L,top_k=K, lookup:K, FILE.json"
+    trees = (
+        "auto, none, chain:K, static, dynamic:nodes=N,levels=L,top_k=K, FILE.json, lookup:K, or "
+        "one of them with +lookup:K behind it"
+    )
     add("--tree", default="auto", help=trees)
     add("--retune", action="store_true", help="let --tree auto measure again")
     add("--device", default="auto", help="auto, cpu or cuda")

@@ -2,8 +2,9 @@
 
 The longest of the last 3, 2 or 1 tokens that occurs earlier in prompt or answer is looked up, and
 what followed there last time is proposed as a chain (`--tree lookup:K`). Summaries, edits, code and
-answers that loop profit. Everything stays on the device in static shapes, as the round demands: no
-search on the host, nothing to wait for.
+answers that loop profit. Beside a head's tree (`chain:2+lookup:3`) it costs a few rows more and
+wins where the text repeats itself, while the head wins elsewhere. Everything stays on the device in
+static shapes, as the round demands: no search on the host, nothing to wait for.
 
 Leaves out: several continuations at once, and matches across texts.
 """
@@ -11,9 +12,10 @@ Leaves out: several continuations at once, and matches across texts.
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from eagle_draft import Tree
+from eagle_draft import NO_TREE, DraftHead, EagleDrafter, Tree, with_lookup
 from sampling import SamplingState
 
 NGRAM = 3  # tokens that a match has at most; longer ones are rarer and hardly better
@@ -74,7 +76,7 @@ class LookupDrafter:
         """Tokens int64 [N], node parents int64 [N] and ancestor mask bool [N, N] of the chain below
         the root.
         """
-        guesses = self.look_up(self.history, length, slots, self.tree.levels)
+        guesses = self.look_up(self.history, length, slots, self.tree.lookup)
         return torch.cat((root, guesses)), self.parents, self.ancestors
 
     def learn(
@@ -100,3 +102,42 @@ class LookupDrafter:
     ) -> None:
         """The same for a chunk, too rare to be worth compiling."""
         remember(self.history, start, tokens)
+
+
+class EagleWithLookup(EagleDrafter):
+    """A head's tree with a looked-up chain beside it, below the same root. The same token may
+    follow the root in both: the longer path counts (`accept` in engine.py).
+    """
+
+    def __init__(
+        self, head: DraftHead, tree: Tree, rows: int, compiled: Callable[[Callable], Callable]
+    ) -> None:
+        super().__init__(head, tree, rows, compiled)
+        device, grown = self.hidden.device, tree.grown
+        self.lookup = LookupDrafter(with_lookup(NO_TREE, tree.lookup), rows, device, compiled)
+        self.chain_parents = torch.arange(grown - 1, tree.nodes - 1, device=device)
+        self.chain_parents[0] = 0
+        node = torch.arange(tree.nodes, device=device)
+        in_chain = (node == 0) | (node >= grown)
+        below = (node[:, None] >= grown) & (node[:, None] >= node)
+        self.chain_ancestors = below & in_chain
+
+    def propose(
+        self, root: Tensor, length: Tensor, slots: Tensor, sampling: SamplingState, kind: str
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        tokens, parents, ancestors = super().propose(root, length, slots, sampling, kind)
+        chain, _, _ = self.lookup.propose(root, length, slots, sampling, kind)
+        more = (0, self.tree.lookup)
+        return (
+            torch.cat((tokens, chain[1:])),
+            torch.cat((parents, self.chain_parents)),
+            F.pad(ancestors, more + more) | self.chain_ancestors,
+        )
+
+    def learn(self, *entries: list[Tensor] | Tensor) -> None:
+        super().learn(*entries)
+        self.lookup.learn(*entries)
+
+    def read(self, *entries: list[Tensor] | Tensor) -> None:
+        super().read(*entries)
+        self.lookup.read(*entries)

@@ -274,8 +274,8 @@ def evaluate(args: argparse.Namespace, device: torch.device) -> int:
     file = read_kind(args.checkpoint_path, "target")
     head_file = read_kind(args.out / HEAD_FILE, "draft")
     trees = [fit_tree(text, DraftConfig.from_dict(head_file.config)) for text in args.trees]
-    if any(not tree.needs_head for tree in trees):
-        raise ValueError("--trees measures the head: give chains, static and dynamic trees")
+    if any(not tree.needs_head or tree.lookup for tree in trees):
+        raise ValueError("--trees measures the head: give chains, static and dynamic trees alone")
     if not args.evaluate.is_file():
         raise ValueError(f"{args.evaluate} is no file: give --evaluate a question.jsonl")
     model = load_target(file, device, torch.float32)

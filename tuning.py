@@ -19,7 +19,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -28,10 +28,10 @@ import torch
 from acceptance import (
     Recording,
     depth_and_rank,
-    dynamic_acceptance,
+    dynamic_accepted,
     likely_paths,
     lookup_acceptance,
-    paths_acceptance,
+    paths_accepted,
     record,
 )
 from checkpoint import atomic_file
@@ -45,13 +45,16 @@ from eagle_draft import (
     dynamic_tree,
     parse_tree,
     static_tree,
+    with_lookup,
 )
 from engine import Decoder, Generation, compile_region
+from lookup_draft import LookupDrafter
 from model import Transformer
 from sampling import SamplingConfig
 
 ROWS = (1, 3, 6, 8, 16, 32, 64)  # of a target forward; other counts are interpolated
 BEAMS = (1, 4, 10)  # of a draft level
+LOOKUPS, BESIDE = (2, 3, 5, 7, 10, 15), (2, 3, 5)  # tokens looked up: alone, beside a head's tree
 NODES = (4, 8, 16, 24, 32, 48, 64)  # of the static and dynamic trees that are considered
 # The tree whose candidates are recorded: all of its wide levels, though few are put to the target.
 PROBE = {"nodes": 8, "levels": 8, "top_k": 10}
@@ -76,11 +79,14 @@ class Costs:
     level: dict[int, float] = field(default_factory=dict)
     first: float = 0.0  # the root's children and the selection
     learn: float = 0.0  # the head's pass over what was accepted
+    lookup: float = 0.0  # looking up and remembering
 
     def draft(self, tree: Tree) -> float:
+        found = self.lookup if tree.lookup else 0.0
         if not tree.needs_head:
-            return 0.0
-        return self.first + self.learn + (tree.levels - 1) * interpolate(self.level, tree.beam)
+            return found
+        levels = (tree.levels - 1) * interpolate(self.level, tree.beam)
+        return found + self.first + self.learn + levels
 
     def round(self, tree: Tree) -> float:
         return interpolate(self.rows, tree.nodes) + self.draft(tree)
@@ -164,7 +170,9 @@ def row_costs(
 def head_costs(
     decoder: Decoder, head: DraftHead, beams: Iterable[int], committed: int, compile: bool
 ) -> Costs:
-    """Costs without `rows`: levels by beam width, and the two parts that every round has."""
+    """Costs without `rows`: levels by beam width, the two parts that every round has, and those of
+    a lookup.
+    """
     device, beams = decoder.device, sorted(set(beams))
     compiled = compile_region if compile else lambda function: function
     length = decoder.length.clone().fill_(committed)
@@ -182,10 +190,17 @@ def head_costs(
     ] * count
     path, last = torch.arange(6, device=device), torch.tensor([2], device=device)
     calls["learn"] = lambda: drafter.learn(features, path, path, length, last, slots)
+    source = LookupDrafter(with_lookup(NO_TREE, 5), decoder.cache.rows, device, compiled)
+
+    def lookup() -> None:
+        source.propose(root, length, slots, decoder.sampling, "greedy")
+        source.learn(features, path, path, length, last, slots)
+
+    calls["lookup"] = lookup
     taken = medians(calls, device)
     levels = {beam: max((taken[beam, 4] - taken[beam, 2]) / 2, 1e-9) for beam in beams}
     first = max(taken[beams[-1], 2] - levels[beams[-1]], 0.0)
-    return Costs({}, levels, first, taken["learn"])
+    return Costs({}, levels, first, taken["learn"], taken["lookup"])
 
 
 # ---------------------------------------------------------------- the choice
@@ -194,7 +209,7 @@ def head_costs(
 @dataclass(frozen=True)
 class Candidate:
     tree: Tree
-    kind: str  # chain | static | dynamic | lookup
+    kind: str  # chain | static | dynamic | lookup | both, a head's tree and a lookup
     tokens: float  # expected per round, the bonus included
     seconds: float  # expected per round
     paths: tuple[tuple[int, ...], ...] | None = None  # of a static tree made here
@@ -211,25 +226,33 @@ def candidates(recording: Recording, costs: Costs) -> list[Candidate]:
 
     def add(kind: str, tree: Tree, accepted: float, paths: list[list[int]] | None = None) -> None:
         made = tuple(map(tuple, paths)) if paths else None
-        found.append(Candidate(tree, kind, 1 + accepted, costs.round(tree), made))
+        found.append(Candidate(tree, kind, 1 + float(accepted), costs.round(tree), made))
+
+    def grow(
+        kind: str, tree: Tree, accepted: np.ndarray, paths: list[list[int]] | None = None
+    ) -> None:
+        add(kind, tree, accepted.mean(), paths)
+        for count in BESIDE:
+            longer = np.maximum(accepted, np.minimum(recording.looked_up, count))
+            add("both", with_lookup(tree, count), longer.mean(), paths)
 
     for length in range(1, min(7, levels) + 1):
         tree = chain(length)
-        add("chain", tree, paths_acceptance(recording, [[0] * d for d in range(1, length + 1)]))
+        grow("chain", tree, paths_accepted(recording, [[0] * d for d in range(1, length + 1)]))
     if max(rank for path in EAGLE1_PATHS for rank in path) < width:
-        add("static", parse_tree("static"), paths_acceptance(recording, EAGLE1_PATHS))
+        grow("static", parse_tree("static"), paths_accepted(recording, EAGLE1_PATHS))
     for nodes, depth in itertools.product(NODES, (2, 3, 4, 6)):
         paths = likely_paths(recording, nodes, min(depth, levels))
         if paths:
             tree = static_tree(paths, f"static:nodes={len(paths) + 1} (tuned)")
-            add("static", tree, paths_acceptance(recording, paths), paths)
+            grow("static", tree, paths_accepted(recording, paths), paths)
     for top_k, depth in itertools.product(
         sorted({min(k, width) for k in (2, 4, 6, 10)}), range(1, levels + 1)
     ):
         fitting = [n for n in NODES if n - 1 <= top_k + (depth - 1) * top_k * top_k]
-        for nodes, accepted in dynamic_acceptance(recording, top_k, depth, fitting).items():
-            add("dynamic", dynamic_tree(nodes, depth, top_k), accepted)
-    for count in (2, 3, 5, 7, 10, 15):
+        for nodes, accepted in dynamic_accepted(recording, top_k, depth, fitting).items():
+            grow("dynamic", dynamic_tree(nodes, depth, top_k), accepted)
+    for count in LOOKUPS:
         add("lookup", parse_tree(f"lookup:{count}"), lookup_acceptance(recording, count))
     return found
 
@@ -239,7 +262,7 @@ def finalists(found: list[Candidate], plain_speed: float) -> list[Candidate]:
     of all, as far as they may win; at most four. The race decides among them."""
     best = [
         max((c for c in found if c.kind == kind), key=lambda c: c.speed)
-        for kind in ("chain", "static", "dynamic", "lookup")
+        for kind in ("chain", "static", "dynamic", "lookup", "both")
         if any(c.kind == kind for c in found)
     ]
     top = max(best, key=lambda c: c.speed)
@@ -274,7 +297,9 @@ class Choice:
     @classmethod
     def from_json(cls, values: dict) -> "Choice":
         paths = values["paths"]
-        tree = static_tree(paths, values["tree"]) if paths else parse_tree(values["tree"])
+        name, _, lookup = values["tree"].partition("+lookup:")
+        tree = static_tree(paths, name) if paths else parse_tree(name)
+        tree = with_lookup(tree, int(lookup)) if lookup else tree
         report = {**values["report"], "paths": paths}
         return cls(tree, float(values["gain"]), float(values["break_even"]), report)
 
@@ -362,7 +387,7 @@ def tune(
     levels = min(PROBE["levels"], max(context // 4, 1))
     beams = [beam for beam in BEAMS if beam <= width]
     parts = head_costs(plain, head, beams, committed, compile)
-    costs = Costs(costs.rows, parts.level, parts.first, parts.learn)
+    costs = replace(parts, rows=costs.rows)
     probe = dynamic_tree(min(PROBE["nodes"], width + (levels - 1) * width**2 + 1), levels, width)
     say("tuning: recording what the head guesses ...")
     recording = record(Decoder(model, context, head, probe, compile), prompts, budget, sampling)

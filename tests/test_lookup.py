@@ -17,8 +17,8 @@ from tiny import (
     table_model,
 )
 
-from eagle_draft import NO_TREE, parse_tree
-from engine import Decoder
+from eagle_draft import NO_TREE, ancestor_mask, parse_tree
+from engine import Decoder, accept
 from fallback import FIRST_PAUSE, LONGEST_PAUSE, PATIENCE, Pace
 from generate import load
 from loading import fit_tree
@@ -119,11 +119,12 @@ def test_a_recorded_round_replays_and_nothing_waits(sampling):
 
 
 @pytest.mark.slow
-def test_compiled_ids_equal_eager_ids_and_nothing_recompiles():
+@pytest.mark.parametrize("tree", ["lookup:5", "dynamic:nodes=8,levels=3,top_k=4+lookup:3"])
+def test_compiled_ids_equal_eager_ids_and_nothing_recompiles(tree):
     from torch._dynamo.utils import counters
 
     model = random_model(max_seq_length=1024)
-    decoder = Decoder(model, 1000, None, parse_tree("lookup:5"), compile=True)
+    decoder = Decoder(model, 1000, random_head(model), parse_tree(tree), compile=True)
     decoder.fall_back_below(3.0)
     decoder.warm_up("greedy")
     before = counters["stats"]["unique_graphs"]
@@ -160,6 +161,91 @@ def text_ids(engine) -> list[int]:
     text = engine.generate([1, 2, 3], max_new_tokens=30, ignore_eos=True)
     list(text)
     return text.tokens
+
+
+# ---------------------------------------------------------------- beside a head's tree
+
+
+def test_of_a_token_that_was_grown_and_looked_up_the_longer_path_is_accepted():
+    """Below root 7 grow 1 and 2, with 9 below 1; looked up are 1, 5 and 6. Right are 7 1 5 6."""
+    tokens = torch.tensor([7, 1, 2, 9, 1, 5, 6])
+    parents = torch.tensor([0, 0, 0, 1, 0, 4, 5])
+    ancestors = ancestor_mask(parents, 4)
+    choice = torch.tensor([1, 5, 3, 3, 5, 6, 8])  # after 7 comes 1, after it 5, and so on
+    path, count = accept(choice, tokens, parents, ancestors, 4)
+    assert path.tolist() == [0, 4, 5, 6] and int(count) == 4
+    choice = torch.tensor([1, 9, 3, 3, 9, 6, 8])  # now 7 1 9 are right
+    path, count = accept(choice, tokens, parents, ancestors, 4)
+    assert path[: int(count)].tolist() == [0, 1, 3]
+
+
+def test_both_sources_lie_below_one_root():
+    model = random_model(max_seq_length=128)
+    grown = "dynamic:nodes=6,levels=3,top_k=3"
+    nodes = {}
+    for tree in (grown, "lookup:3", f"{grown}+lookup:3"):
+        decoder = eager(model, random_head(model), parse_tree(tree))
+        with torch.inference_mode():
+            decoder.prefill([3, 5, 7, 3, 5], 0, "greedy")
+            nodes[tree] = decoder.drafter.propose(
+                decoder.root, decoder.length, decoder.slots(64), decoder.sampling, "greedy"
+            )
+    tokens, parents, ancestors = nodes[f"{grown}+lookup:3"]
+    assert tokens.tolist() == [*nodes[grown][0].tolist(), *nodes["lookup:3"][0].tolist()[1:]]
+    assert parents.tolist() == [*nodes[grown][1].tolist(), 0, 6, 7]
+    assert torch.equal(ancestors, ancestor_mask(parents, 4))
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("family", ["eagle1", "eagle3"])
+@pytest.mark.parametrize(
+    "tree", ["chain:1+lookup:1", "chain:2+lookup:64", "static+lookup:3",
+             "dynamic:nodes=8,levels=3,top_k=4+lookup:5"],
+)  # fmt: skip
+def test_ids_with_both_sources_equal_plain_ids_to_the_end_of_the_context(tree, family, sampling):
+    model, ids = random_model(), [3, 17, 99, 4]
+    plain = decode(eager(model), ids, 200, SAMPLINGS[sampling])
+    head = random_head(model, family)
+    drafted = decode(eager(model, head, parse_tree(tree)), ids, 200, SAMPLINGS[sampling])
+    assert drafted.tokens == plain.tokens
+    assert drafted.stop_reason == plain.stop_reason == "context"
+
+
+def test_either_source_may_win_a_round():
+    """A head that knows every other token and a text that loops: together more than each alone."""
+    model = table_model(cycle_table(16), max_seq_length=256)
+    head = table_head(model, tuple(range(0, 16, 2)))
+    lengths = {}
+    for tree in ("chain:3", "lookup:3", "chain:3+lookup:3"):
+        run = decode(eager(model, head, parse_tree(tree)), [1, 2], 48)
+        assert run.tokens == [(3 + i) % 16 for i in range(48)]
+        lengths[tree] = run.stats.acceptance_length
+    assert lengths["chain:3+lookup:3"] > max(lengths["chain:3"], lengths["lookup:3"])
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_a_recorded_round_of_both_sources_replays_and_nothing_waits(sampling):
+    model = table_model(cycle_table(24, gap=3.0))
+    head, tree = table_head(model), parse_tree("dynamic:nodes=8,levels=3,top_k=4+lookup:3")
+    plain = decode(eager(model), [1, 2, 3], 60, SAMPLINGS[sampling]).tokens
+    decoder = Replayed(model, 100, head, tree, compile=False)
+    assert decode(decoder, [1, 2, 3], 60, SAMPLINGS[sampling]).tokens == plain
+    with torch.inference_mode(), NoWaiting():
+        decoder.round(decoder.slots(100), SAMPLINGS[sampling].kind)
+
+
+def test_a_tree_with_a_lookup_is_named_and_counted():
+    tree = parse_tree("dynamic:nodes=8,levels=2,top_k=4+lookup:5")
+    assert tree.name == "dynamic:nodes=8,levels=2,top_k=4+lookup:5"
+    assert (tree.nodes, tree.grown, tree.levels, tree.depth) == (13, 8, 2, 5)
+    assert parse_tree("none+lookup:3") == parse_tree("lookup:3")
+    wrong = ("+lookup:3", "chain:2+", "chain:2+lookup:0", "lookup:2+lookup:3", "chain:2lookup:3",
+             "chain:2+lookup:3+lookup:3", "chain:2 + lookup:3", "auto+lookup:3")  # fmt: skip
+    for text in wrong:
+        with pytest.raises(ValueError, match=r"is not known: give auto, .*\+lookup:K behind it"):
+            parse_tree(text)
+    with pytest.raises(ValueError, match="needs a head"):
+        fit_tree("chain:2+lookup:3", None)
 
 
 # ---------------------------------------------------------------- falling back
@@ -222,6 +308,7 @@ def fallback_pairs() -> dict:
             "dynamic:nodes=8,levels=3,top_k=4",
         ),
         "lookup": (random, None, "lookup:4"),
+        "both": (random, random_head(random), "chain:2+lookup:4"),
     }
 
 

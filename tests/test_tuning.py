@@ -22,7 +22,14 @@ from tiny import (
 import acceptance
 import tuning
 from acceptance import Recording
-from eagle_draft import EAGLE1_PATHS, NO_TREE, dynamic_tree, parse_tree, static_tree
+from eagle_draft import (
+    EAGLE1_PATHS,
+    NO_TREE,
+    dynamic_tree,
+    parse_tree,
+    static_tree,
+    with_lookup,
+)
 from engine import Decoder
 from generate import load, main
 from sampling import SamplingConfig
@@ -62,18 +69,17 @@ def measured(tree, sampling, budget=100) -> float:
 def test_recorded_acceptance_foretells_that_of_real_decoding(recording, text):
     tree = parse_tree(text)
     if text.startswith("dynamic"):
-        foretold = acceptance.dynamic_acceptance(recording, tree.top_k, tree.levels, [tree.nodes])[
-            tree.nodes
-        ]
+        sizes = acceptance.dynamic_accepted(recording, tree.top_k, tree.levels, [tree.nodes])
+        foretold = sizes[tree.nodes]
     else:
         paths = EAGLE1_PATHS if text == "static" else [[0], [0, 0], [0, 0, 0]]
-        foretold = acceptance.paths_acceptance(recording, paths)
-    assert foretold == pytest.approx(measured(tree, SamplingConfig(1.0, seed=3)), abs=0.4)
+        foretold = acceptance.paths_accepted(recording, paths)
+    assert foretold.mean() == pytest.approx(measured(tree, SamplingConfig(1.0, seed=3)), abs=0.4)
 
 
 def test_the_probe_tree_is_selected_again_exactly(recording):
     """The recorded rounds really accepted what counting says the same tree would."""
-    again = acceptance.dynamic_acceptance(recording, 6, 5, [24])[24]
+    again = acceptance.dynamic_accepted(recording, 6, 5, [24])[24].mean()
     model, head = noisy_pair()
     decoder, accepted = Decoder(model, 400, head, dynamic_tree(24, 5, 6), compile=False), []
     decoder.sampling.set(SamplingConfig(1.0, seed=3))
@@ -89,12 +95,22 @@ def test_the_probe_tree_is_selected_again_exactly(recording):
     assert again == pytest.approx(np.mean(accepted))
 
 
+def test_recorded_acceptance_foretells_that_of_both_sources(recording):
+    costs = Costs({1: 1.0, 64: 1.0}, {1: 0.1, 10: 0.1})
+    found = {c.tree.name: c for c in tuning.candidates(recording, costs)}
+    for text in ("chain:2+lookup:3", "dynamic:nodes=8,levels=3,top_k=4+lookup:5"):
+        real = measured(parse_tree(text), SamplingConfig(1.0, seed=3))
+        assert found[text].kind == "both"
+        assert found[text].tokens == pytest.approx(1 + real, abs=0.4)
+        assert found[text].tokens >= found[text.partition("+")[0]].tokens
+
+
 def test_lookup_acceptance_equals_that_of_real_decoding():
     model, head = random_model(max_seq_length=512), None
     plain = Decoder(model, 400, compile=False)
     texts = [(ids + decode(plain, ids, 120).tokens, len(ids)) for ids in ([3, 1, 4], [9, 2, 6, 5])]
     empty = np.zeros((0, 0))
-    recording = Recording(NO_TREE, empty, empty, empty, texts)
+    recording = Recording(NO_TREE, empty, empty, empty, empty, texts)
     decoder = Decoder(model, 400, head, parse_tree("lookup:3"), compile=False)
     runs = [decode(decoder, ids, 120) for ids in ([3, 1, 4], [9, 2, 6, 5])]
     real = sum(r.stats.emitted for r in runs) / sum(r.stats.rounds for r in runs) - 1
@@ -135,7 +151,7 @@ def test_likely_paths_are_a_tree_of_the_most_frequent_ranks(recording):
     assert len(paths) <= 11 and [0] in paths
     assert all(path[:-1] in known for path in known if len(path) > 1)
     shares = [
-        acceptance.paths_acceptance(recording, acceptance.likely_paths(recording, n, 4))
+        acceptance.paths_accepted(recording, acceptance.likely_paths(recording, n, 4)).mean()
         for n in (2, 4, 8, 16)
     ]
     assert shares == sorted(shares)
@@ -273,11 +289,14 @@ def test_a_small_draft_vocabulary_bounds_the_trees():
 
 def test_a_tuned_static_tree_survives_the_file(tmp_path):
     paths = [[0], [1], [0, 0]]
-    tree = static_tree(paths, "static:nodes=4 (tuned)")
+    tree = with_lookup(static_tree(paths, "static:nodes=4 (tuned)"), 3)
     choice = Choice(tree, 1.5, 1.2, {"race": [], "paths": paths})
     checkpoint = tmp_path / "t.safetensors"
     tuning.keep(checkpoint, "a", choice)
     tuning.keep(checkpoint, "b", Choice(NO_TREE, 0.9, 1.0, {"paths": None}))
+    both = parse_tree("chain:2+lookup:5")
+    tuning.keep(checkpoint, "d", Choice(both, 1.4, 1.0, {"paths": None}))
+    assert tuning.recall(checkpoint, "d").tree == both
     assert tuning.recall(checkpoint, "a").tree == tree
     assert tuning.recall(checkpoint, "b").tree == NO_TREE
     assert tuning.recall(checkpoint, "c") is None

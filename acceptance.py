@@ -1,8 +1,9 @@
 """How many tokens any tree would have accepted, from one recorded decoding.
 
-A few texts are decoded with a wide dynamic tree whose every candidate is kept. Which of them came
-true says, by counting, what a chain, a static or a smaller dynamic tree accepts; what lookup
-accepts follows from the texts themselves. Leaves out: costs and the choice (tuning.py).
+A few texts are decoded plainly while the head grows a wide tree at every position, all of whose
+candidates are kept. Which of them came true says what a chain, a static or a smaller dynamic tree
+accepts there, and the text itself what a lookup does; decoding with one of them is then a walk over
+the positions. Leaves out: costs and the choice (tuning.py).
 """
 
 from collections.abc import Iterable
@@ -16,20 +17,18 @@ from engine import Decoder
 from lookup_draft import look_up
 from sampling import SamplingConfig
 
-END = (
-    -1
-)  # what stands in a recorded text for its stop token: no guess, since a round gives it anyway
+LOOKED_AHEAD = 16  # tokens of a lookup that are compared
+END = -1  # in a recorded text for its stop token: no guess, since a round gives it anyway
 
 
 @dataclass(frozen=True)
 class Recording:
-    """What the head guessed in R rounds of the probe tree, and which of it came true. M candidates,
-    L levels.
+    """What would have been guessed at the R positions of some texts, and which of it came true. M
+    candidates, L levels.
 
     scores: fp64 [R, M]; parents: int64 [R, M], flat; truth: int64 [R, L], flat index of the true
     token's candidate at each depth, -1 from the first depth at which the recorded candidates miss
-    it; looked_up: int64 [R], how many tokens of a lookup at the same place are true, L at most.
-    texts: prompt and answer ids, END last where the answer ended, with the prompt's length.
+    it; looked_up: int64 [R], how many tokens of a lookup are true; positions: of each text.
     """
 
     tree: Tree
@@ -37,20 +36,32 @@ class Recording:
     parents: np.ndarray
     truth: np.ndarray
     looked_up: np.ndarray
-    texts: list[tuple[list[int], int]]
+    positions: list[int]
 
     @property
     def ranks(self) -> np.ndarray:
         """int64 [R, L]: the rank of the true token among its siblings; -1 where it was missed."""
         return np.where(self.truth < 0, -1, self.truth % self.tree.top_k)
 
+    def accepted_per_round(self, accepted: np.ndarray) -> float:
+        """Mean over the rounds of decoding these texts with a draft that accepts `accepted` int64
+        [R] tokens at each position: a round goes on behind its bonus token.
+        """
+        values, total, rounds, first = accepted.tolist(), 0, 0, 0
+        for count in self.positions:
+            at = first
+            while at < first + count:
+                total, rounds, at = total + values[at], rounds + 1, at + values[at] + 1
+            first += count
+        return total / max(rounds, 1)
+
 
 def record(
     decoder: Decoder, prompts: list[list[int]], budget: int, sampling: SamplingConfig
 ) -> Recording:
-    """Decode with a dynamic tree, eyes on every candidate. Rounds too close to where a text was
-    broken off tell nothing: dropped. An answer that ended goes no further, as in real decoding:
-    what models say behind their stop token repeats itself.
+    """Decode plainly, with a dynamic tree grown at every position, eyes on every candidate. An
+    answer that ended goes no further, as in real decoding: what models say behind their stop token
+    repeats itself. Of one that is broken off, the last `levels` tokens are only looked ahead at.
     """
     tree, drafter, seen = decoder.tree, decoder.drafter, []
     select = drafter.select
@@ -58,44 +69,47 @@ def record(
     def spy(
         tokens: torch.Tensor, scores: torch.Tensor, parents: torch.Tensor, *rest: int
     ) -> object:
-        seen.append((decoder.length.clone(), tokens.clone(), scores.clone(), parents.clone()))
+        seen.append([tensor.cpu().numpy() for tensor in (tokens, scores, parents)])
         return select(tokens, scores, parents, *rest)
 
     drafter.select = spy
-    rows, texts = [], []
+    rows, positions = [], []
     decoder.sampling.set(sampling)
     for ids in prompts:
         seen.clear()
-        text = decode_unlaunched(decoder, ids, budget + tree.levels, sampling.kind)
-        texts.append((text, len(ids)))
-        beyond = [END] * tree.levels if text[-1] == END else []
-        for length, *round_ in seen:
-            ahead = [*text[int(length) + 1 :], *beyond][: tree.levels]
-            if len(ahead) == tree.levels:
-                tokens, scores, parents = (tensor.cpu().numpy() for tensor in round_)
-                truth = true_path(tree, tokens, parents, ahead)
-                found = looked_up(text, int(length), ahead)
-                rows.append((scores.astype(np.float64), parents, truth, found))
+        text = decode_plainly(decoder, ids, budget + tree.levels, sampling.kind)
+        ended = text[-1] == END
+        count = len(text) - len(ids) - (1 if ended else tree.levels)
+        beyond = [END] * (tree.levels if ended else 0)
+        for at, (tokens, scores, parents) in zip(range(max(count, 0)), seen, strict=False):
+            ahead = text[len(ids) + at + 1 :] + beyond
+            truth = true_path(tree, tokens, parents, ahead[: tree.levels])
+            found = looked_up(text, len(ids) + at, ahead)
+            rows.append((scores.astype(np.float64), parents, truth, found))
+        positions.append(max(count, 0))
     drafter.select = select
-    return Recording(tree, *(np.array([row[part] for row in rows]) for part in range(4)), texts)
+    return Recording(tree, *(np.array([row[part] for row in rows]) for part in range(4)), positions)
 
 
 @torch.inference_mode()
-def decode_unlaunched(decoder: Decoder, ids: list[int], budget: int, kind: str) -> list[int]:
-    """Decode by plain calls of the round, without a graph. Returns prompt and answer, with END for
-    its stop token.
+def decode_plainly(decoder: Decoder, ids: list[int], budget: int, kind: str) -> list[int]:
+    """Rounds in which the drafter proposes and learns as ever, but nothing is put to the target.
+    Returns prompt and answer, with END for its stop token.
     """
     decoder.cached = []
-    text, stop_ids = [*ids, decoder.prefill(ids, 0, kind)], set(decoder.model.config.eos_ids)
-    longest = min(len(ids) + budget, decoder.max_seq_length - decoder.tree.levels)
-    while len(text) < longest and not stop_ids & set(text[len(ids) :]):
-        decoder.round(decoder.slots(len(text) + decoder.reach), kind)
-        count, *tokens = decoder.report.tolist()
-        text += tokens[:count]
-    for at in range(len(ids), len(text)):
-        if text[at] in stop_ids:
-            return [*text[:at], END]
-    return text
+    text, stop_ids = [*ids, decoder.prefill(ids, 0, kind)], decoder.model.config.eos_ids
+    longest = min(len(ids) + budget, decoder.max_seq_length)
+    while len(text) < longest and text[-1] not in stop_ids:
+        slots, state = decoder.slots(len(text) + decoder.reach), decoder.sampling
+        root, length = decoder.root, decoder.length
+        decoder.drafter.propose(root, length, slots, state, kind)
+        nodes = decoder.plain.propose(root, length, slots, state, kind)
+        emitted, path, count, features = decoder.run_target(nodes, length, slots, kind, 1)
+        decoder.drafter.learn(features, path, emitted, length, count - 1, slots)
+        root.copy_(emitted)
+        length.add_(count)
+        text.append(int(root))
+    return [*text[:-1], END] if text[-1] in stop_ids else text
 
 
 def true_path(tree: Tree, tokens: np.ndarray, parents: np.ndarray, ahead: list[int]) -> list[int]:
@@ -115,8 +129,9 @@ def true_path(tree: Tree, tokens: np.ndarray, parents: np.ndarray, ahead: list[i
 def looked_up(text: list[int], root: int, ahead: list[int]) -> int:
     """How many tokens of a lookup from position `root` on are those that came."""
     history = torch.tensor([-1, *text[1:]])
-    guesses = look_up(history, torch.tensor([root]), torch.arange(len(text)), len(ahead)).tolist()
-    return next((i for i in range(len(ahead)) if guesses[i] != ahead[i]), len(ahead))
+    slots, count = torch.arange(len(text)), min(len(ahead), LOOKED_AHEAD)
+    guesses = look_up(history, torch.tensor([root]), slots, count).tolist()
+    return next((i for i, guess in enumerate(guesses) if guess != ahead[i]), len(guesses))
 
 
 def paths_accepted(recording: Recording, paths: Iterable[Iterable[int]]) -> np.ndarray:
@@ -164,18 +179,6 @@ def dynamic_accepted(
     usable = (truth >= 0) & np.take_along_axis(allowed, at, 1)
     places = np.where(usable, np.take_along_axis(place, at, 1), place.shape[1])
     return {n: (places < n - 1).cumprod(1).sum(1) for n in nodes}
-
-
-def lookup_acceptance(recording: Recording, count: int) -> float:
-    """Mean accepted tokens of `lookup:count`, by running it over the texts as decoding would."""
-    total = rounds = 0
-    for text, prompt in recording.texts:
-        at, padded = prompt, text + [END] * count
-        last = len(text) - (1 if text[-1] == END else count)
-        while at < last:
-            good = looked_up(text, at, padded[at + 1 : at + 1 + count])
-            total, rounds, at = total + good, rounds + 1, at + good + 1
-    return total / max(rounds, 1)
 
 
 def likely_paths(recording: Recording, nodes: int, levels: int) -> list[list[int]]:

@@ -2,13 +2,13 @@
 remembers.
 
 Three steps. Costs: a target forward at 1 to 64 rows, a draft level at several widths. Acceptance:
-one decoding of built-in prompts with a wide tree, whose every candidate is kept; from these
-recordings the acceptance of any chain, static or dynamic tree follows by counting, and that of
-lookup from the texts themselves. Race: the best of each kind decode a few of the prompts beside
-plain decoding, in turns, which says what their rounds cost. The most counted tokens per raced
-second win if they beat plain decoding: counting is exact and cheap, so it takes many prompts, whose
-acceptance varies; seconds vary little between prompts, but only real rounds show them. The answer
-is kept beside the checkpoint, for the device, the precision and the files it was measured with.
+one decoding of built-in prompts beside which the head grows a wide tree at every position; what any
+chain, static or dynamic tree accepts follows by counting, and what lookup adds from the texts
+themselves. Race: the best of each kind decode a few of the prompts beside plain decoding, in turns,
+which says what their rounds cost. The most counted tokens per raced second win if they beat plain
+decoding: counting is exact and cheap, so it takes many prompts, whose acceptance varies; seconds
+vary little between prompts, but only real rounds show them. The answer is kept beside the
+checkpoint, for the device, the precision and the files it was measured with.
 
 Leaves out: the command lines (generate.py, benchmark.py), falling back within a text (fallback.py).
 """
@@ -30,7 +30,6 @@ from acceptance import (
     depth_and_rank,
     dynamic_accepted,
     likely_paths,
-    lookup_acceptance,
     paths_accepted,
     record,
 )
@@ -56,8 +55,7 @@ ROWS = (1, 3, 6, 8, 16, 32, 64)  # of a target forward; other counts are interpo
 BEAMS = (1, 4, 10)  # of a draft level
 LOOKUPS, BESIDE = (2, 3, 5, 7, 10, 15), (2, 3, 5)  # tokens looked up: alone, beside a head's tree
 NODES = (4, 8, 16, 24, 32, 48, 64)  # of the static and dynamic trees that are considered
-# The tree whose candidates are recorded: all of its wide levels, though few are put to the target.
-PROBE = {"nodes": 8, "levels": 8, "top_k": 10}
+PROBE = {"nodes": 32, "levels": 8, "top_k": 10}  # the tree whose candidates are recorded
 PROMPTS, TOKENS = 32, 48  # built-in prompts and new tokens of each: what lookup gains varies widely
 RACED = 6  # of them, whose rounds are timed
 LEAST_GAIN = 1.02  # over plain decoding; less is noise, and plain is simpler
@@ -224,17 +222,18 @@ def candidates(recording: Recording, costs: Costs) -> list[Candidate]:
     levels, width = recording.tree.levels, recording.tree.top_k
     found = []
 
-    def add(kind: str, tree: Tree, accepted: float, paths: list[list[int]] | None = None) -> None:
-        made = tuple(map(tuple, paths)) if paths else None
-        found.append(Candidate(tree, kind, 1 + float(accepted), costs.round(tree), made))
+    Paths = list[list[int]] | None
 
-    def grow(
-        kind: str, tree: Tree, accepted: np.ndarray, paths: list[list[int]] | None = None
-    ) -> None:
-        add(kind, tree, accepted.mean(), paths)
+    def add(kind: str, tree: Tree, accepted: np.ndarray, paths: Paths = None) -> None:
+        made = tuple(map(tuple, paths)) if paths else None
+        tokens = 1 + recording.accepted_per_round(accepted)
+        found.append(Candidate(tree, kind, tokens, costs.round(tree), made))
+
+    def grow(kind: str, tree: Tree, accepted: np.ndarray, paths: Paths = None) -> None:
+        add(kind, tree, accepted, paths)
         for count in BESIDE:
             longer = np.maximum(accepted, np.minimum(recording.looked_up, count))
-            add("both", with_lookup(tree, count), longer.mean(), paths)
+            add("both", with_lookup(tree, count), longer, paths)
 
     for length in range(1, min(7, levels) + 1):
         tree = chain(length)
@@ -253,7 +252,7 @@ def candidates(recording: Recording, costs: Costs) -> list[Candidate]:
         for nodes, accepted in dynamic_accepted(recording, top_k, depth, fitting).items():
             grow("dynamic", dynamic_tree(nodes, depth, top_k), accepted)
     for count in LOOKUPS:
-        add("lookup", parse_tree(f"lookup:{count}"), lookup_acceptance(recording, count))
+        add("lookup", parse_tree(f"lookup:{count}"), np.minimum(recording.looked_up, count))
     return found
 
 

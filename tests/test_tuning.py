@@ -54,67 +54,44 @@ def recording() -> Recording:
     return acceptance.record(decoder, PROMPTS, 100, SamplingConfig(1.0, seed=3))
 
 
-def measured(tree, sampling, budget=100) -> float:
-    """Mean accepted nodes of really decoding the same texts."""
+def measured(tree, sampling) -> float:
+    """Mean accepted nodes of the rounds that really decode the same texts."""
     model, head = noisy_pair()
     decoder = Decoder(model, 400, head, tree, compile=False)
-    runs = [decode(decoder, ids, budget, sampling) for ids in PROMPTS]
-    return sum(r.stats.emitted for r in runs) / sum(r.stats.rounds for r in runs) - 1
+    decoder.sampling.set(sampling)
+    accepted = []
+    for ids in PROMPTS:
+        with torch.inference_mode():
+            decoder.prefill(ids, 0, sampling.kind)
+            at = 0
+            while at < 100:
+                decoder.round(decoder.slots(len(ids) + at + 80), sampling.kind)
+                accepted.append(int(decoder.report[0]) - 1)
+                at += accepted[-1] + 1
+    return float(np.mean(accepted))
 
 
 @pytest.mark.parametrize(
     "text",
-    ["chain:3", "static", "dynamic:nodes=8,levels=3,top_k=3", "dynamic:nodes=16,levels=5,top_k=6"],
-)
-def test_recorded_acceptance_foretells_that_of_real_decoding(recording, text):
+    [
+        "chain:3", "static", "dynamic:nodes=8,levels=3,top_k=3",
+        "dynamic:nodes=16,levels=5,top_k=6",
+        "lookup:3", "chain:2+lookup:3", "dynamic:nodes=8,levels=3,top_k=4+lookup:5",
+    ],
+)  # fmt: skip
+def test_counted_acceptance_is_exactly_that_of_decoding(recording, text):
     tree = parse_tree(text)
+    accepted = np.zeros(len(recording.truth), dtype=np.int64)
     if text.startswith("dynamic"):
-        sizes = acceptance.dynamic_accepted(recording, tree.top_k, tree.levels, [tree.nodes])
-        foretold = sizes[tree.nodes]
-    else:
-        paths = EAGLE1_PATHS if text == "static" else [[0], [0, 0], [0, 0, 0]]
-        foretold = acceptance.paths_accepted(recording, paths)
-    assert foretold.mean() == pytest.approx(measured(tree, SamplingConfig(1.0, seed=3)), abs=0.4)
-
-
-def test_the_probe_tree_is_selected_again_exactly(recording):
-    """The recorded rounds really accepted what counting says the same tree would."""
-    again = acceptance.dynamic_accepted(recording, 6, 5, [24])[24].mean()
-    model, head = noisy_pair()
-    decoder, accepted = Decoder(model, 400, head, dynamic_tree(24, 5, 6), compile=False), []
-    decoder.sampling.set(SamplingConfig(1.0, seed=3))
-    for text, prompt in recording.texts:
-        with torch.inference_mode():
-            decoder.prefill(text[:prompt], 0, "sample")
-            at = prompt
-            while len(text) - at > 5:
-                decoder.round(decoder.slots(at + 30), "sample")
-                count = int(decoder.report[0])
-                accepted.append(count - 1)
-                at += count
-    assert again == pytest.approx(np.mean(accepted))
-
-
-def test_recorded_acceptance_foretells_that_of_both_sources(recording):
-    costs = Costs({1: 1.0, 64: 1.0}, {1: 0.1, 10: 0.1})
-    found = {c.tree.name: c for c in tuning.candidates(recording, costs)}
-    for text in ("chain:2+lookup:3", "dynamic:nodes=8,levels=3,top_k=4+lookup:5"):
-        real = measured(parse_tree(text), SamplingConfig(1.0, seed=3))
-        assert found[text].kind == "both"
-        assert found[text].tokens == pytest.approx(1 + real, abs=0.4)
-        assert found[text].tokens >= found[text.partition("+")[0]].tokens
-
-
-def test_lookup_acceptance_equals_that_of_real_decoding():
-    model, head = random_model(max_seq_length=512), None
-    plain = Decoder(model, 400, compile=False)
-    texts = [(ids + decode(plain, ids, 120).tokens, len(ids)) for ids in ([3, 1, 4], [9, 2, 6, 5])]
-    empty = np.zeros((0, 0))
-    recording = Recording(NO_TREE, empty, empty, empty, empty, texts)
-    decoder = Decoder(model, 400, head, parse_tree("lookup:3"), compile=False)
-    runs = [decode(decoder, ids, 120) for ids in ([3, 1, 4], [9, 2, 6, 5])]
-    real = sum(r.stats.emitted for r in runs) / sum(r.stats.rounds for r in runs) - 1
-    assert acceptance.lookup_acceptance(recording, 3) == pytest.approx(real, abs=0.1)
+        (accepted,) = acceptance.dynamic_accepted(
+            recording, tree.top_k, tree.levels, [tree.grown]
+        ).values()
+    elif tree.needs_head:
+        paths = EAGLE1_PATHS if text == "static" else [[0] * d for d in range(1, tree.levels + 1)]
+        accepted = acceptance.paths_accepted(recording, paths)
+    longer = np.maximum(accepted, np.minimum(recording.looked_up, tree.lookup))
+    real = measured(tree, SamplingConfig(1.0, seed=3))
+    assert recording.accepted_per_round(longer) == pytest.approx(real)
 
 
 def ending_pair(*stop_ids: int):
@@ -128,15 +105,19 @@ def test_nothing_behind_a_stop_token_is_counted():
     model, head = ending_pair(9)
     decoder = Decoder(model, 400, head, dynamic_tree(2, 4, 2), compile=False)
     recording = acceptance.record(decoder, [[1, 2, 3]], 100, GREEDY)
-    assert recording.texts == [([1, 2, 3, 4, 5, 6, 7, 8, acceptance.END], 3)]
-    reached = (recording.truth >= 0).sum(1).tolist()
-    assert reached == [4, 2, 0]  # of the roots 4, 6 and 8, each round one deep
-    assert acceptance.lookup_acceptance(recording, 3) == 0  # the second time round would be right
-    endless = acceptance.record(
-        Decoder(ending_pair()[0], 400, head, dynamic_tree(2, 4, 2), compile=False),
-        [[1, 2, 3]], 100, GREEDY,
-    )  # fmt: skip
-    assert acceptance.lookup_acceptance(endless, 3) > 1
+    assert recording.positions == [5]  # the roots 4 to 8
+    assert (recording.truth >= 0).sum(1).tolist() == [4, 3, 2, 1, 0]
+    assert recording.looked_up.tolist() == [0] * 5  # the second time round would be right
+    endless = Decoder(ending_pair()[0], 400, head, dynamic_tree(2, 4, 2), compile=False)
+    recording = acceptance.record(endless, [[1, 2, 3]], 100, GREEDY)
+    assert recording.positions == [100] and recording.looked_up.max() == acceptance.LOOKED_AHEAD
+
+
+def test_rounds_go_on_behind_what_they_accepted():
+    empty = np.zeros((0, 0))
+    recording = Recording(NO_TREE, empty, empty, empty, empty, [4, 0, 3])
+    assert recording.accepted_per_round(np.array([2, 9, 9, 0, 1, 9, 0])) == (2 + 0 + 1 + 0) / 4
+    assert recording.accepted_per_round(np.zeros(7, dtype=int)) == 0
 
 
 def test_a_model_that_stops_at_once_decodes_plainly():

@@ -3,7 +3,8 @@
 A few texts are decoded plainly while the head grows a wide tree at every position, all of whose
 candidates are kept. Which of them came true says what a chain, a static or a smaller dynamic tree
 accepts there, and the text itself what a lookup does; decoding with one of them is then a walk over
-the positions. Leaves out: costs and the choice (tuning.py).
+the positions. That is exact as far as the wide tree covers the other: what grows only outside its
+beam counts as wrong. Leaves out: costs and the choice (tuning.py).
 """
 
 from collections.abc import Iterable
@@ -28,7 +29,7 @@ class Recording:
 
     scores: fp64 [R, M]; parents: int64 [R, M], flat; truth: int64 [R, L], flat index of the true
     token's candidate at each depth, -1 from the first depth at which the recorded candidates miss
-    it; looked_up: int64 [R], how many tokens of a lookup are true; positions: of each text.
+    it; looked_up: int64 [R], how many tokens of a lookup are true; counts: positions of each text.
     """
 
     tree: Tree
@@ -36,7 +37,7 @@ class Recording:
     parents: np.ndarray
     truth: np.ndarray
     looked_up: np.ndarray
-    positions: list[int]
+    counts: list[int]
 
     @property
     def ranks(self) -> np.ndarray:
@@ -48,7 +49,7 @@ class Recording:
         [R] tokens at each position: a round goes on behind its bonus token.
         """
         values, total, rounds, first = accepted.tolist(), 0, 0, 0
-        for count in self.positions:
+        for count in self.counts:
             at = first
             while at < first + count:
                 total, rounds, at = total + values[at], rounds + 1, at + values[at] + 1
@@ -61,9 +62,11 @@ def record(
 ) -> Recording:
     """Decode plainly, with a dynamic tree grown at every position, eyes on every candidate. An
     answer that ended goes no further, as in real decoding: what models say behind their stop token
-    repeats itself. Of one that is broken off, the last `levels` tokens are only looked ahead at.
+    repeats itself. One that is broken off after `budget` tokens goes on so far that the last
+    position sees what follows it.
     """
     tree, drafter, seen = decoder.tree, decoder.drafter, []
+    beyond = max(tree.levels, LOOKED_AHEAD)
     select = drafter.select
 
     def spy(
@@ -73,39 +76,42 @@ def record(
         return select(tokens, scores, parents, *rest)
 
     drafter.select = spy
-    rows, positions = [], []
+    rows, counts = [], []
     decoder.sampling.set(sampling)
     for ids in prompts:
         seen.clear()
-        text = decode_plainly(decoder, ids, budget + tree.levels, sampling.kind)
-        ended = text[-1] == END
-        count = len(text) - len(ids) - (1 if ended else tree.levels)
-        beyond = [END] * (tree.levels if ended else 0)
-        for at, (tokens, scores, parents) in zip(range(max(count, 0)), seen, strict=False):
-            ahead = text[len(ids) + at + 1 :] + beyond
-            truth = true_path(tree, tokens, parents, ahead[: tree.levels])
-            found = looked_up(text, len(ids) + at, ahead)
+        text = decode_plainly(decoder, ids, budget, beyond, sampling.kind)
+        padded = text + [END] * beyond if text[-1] == END else text
+        count = max(min(len(seen), len(padded) - len(ids) - beyond), 0)
+        for at, (tokens, scores, parents) in enumerate(seen[:count], start=len(ids)):
+            truth = true_path(tree, tokens, parents, padded[at + 1 : at + 1 + tree.levels])
+            found = looked_up(text, at, padded[at + 1 : at + 1 + LOOKED_AHEAD])
             rows.append((scores.astype(np.float64), parents, truth, found))
-        positions.append(max(count, 0))
+        counts.append(count)
     drafter.select = select
-    return Recording(tree, *(np.array([row[part] for row in rows]) for part in range(4)), positions)
+    return Recording(tree, *(np.array([row[part] for row in rows]) for part in range(4)), counts)
 
 
 @torch.inference_mode()
-def decode_plainly(decoder: Decoder, ids: list[int], budget: int, kind: str) -> list[int]:
-    """Rounds in which the drafter proposes and learns as ever, but nothing is put to the target.
-    Returns prompt and answer, with END for its stop token.
+def decode_plainly(
+    decoder: Decoder, ids: list[int], budget: int, beyond: int, kind: str
+) -> list[int]:
+    """Rounds in which the drafter proposes and learns as ever, but nothing is put to the target;
+    then `beyond` without even that. Returns prompt and answer, with END for its stop token.
     """
     decoder.cached = []
+    root, length, state, drafter = decoder.root, decoder.length, decoder.sampling, decoder.drafter
     text, stop_ids = [*ids, decoder.prefill(ids, 0, kind)], decoder.model.config.eos_ids
-    longest = min(len(ids) + budget, decoder.max_seq_length)
+    longest = min(len(ids) + budget + beyond, decoder.max_seq_length)
     while len(text) < longest and text[-1] not in stop_ids:
-        slots, state = decoder.slots(len(text) + decoder.reach), decoder.sampling
-        root, length = decoder.root, decoder.length
-        decoder.drafter.propose(root, length, slots, state, kind)
+        slots = decoder.slots(len(text) + decoder.reach)
+        drafting = len(text) <= len(ids) + budget
+        if drafting:
+            drafter.propose(root, length, slots, state, kind)
         nodes = decoder.plain.propose(root, length, slots, state, kind)
         emitted, path, count, features = decoder.run_target(nodes, length, slots, kind, 1)
-        decoder.drafter.learn(features, path, emitted, length, count - 1, slots)
+        if drafting:
+            drafter.learn(features, path, emitted, length, count - 1, slots)
         root.copy_(emitted)
         length.add_(count)
         text.append(int(root))
@@ -128,10 +134,9 @@ def true_path(tree: Tree, tokens: np.ndarray, parents: np.ndarray, ahead: list[i
 
 def looked_up(text: list[int], root: int, ahead: list[int]) -> int:
     """How many tokens of a lookup from position `root` on are those that came."""
-    history = torch.tensor([-1, *text[1:]])
-    slots, count = torch.arange(len(text)), min(len(ahead), LOOKED_AHEAD)
-    guesses = look_up(history, torch.tensor([root]), slots, count).tolist()
-    return next((i for i, guess in enumerate(guesses) if guess != ahead[i]), len(guesses))
+    history, slots = torch.tensor([-1, *text[1:]]), torch.arange(len(text))
+    guesses = look_up(history, torch.tensor([root]), slots, len(ahead)).tolist()
+    return next((i for i in range(len(ahead)) if guesses[i] != ahead[i]), len(ahead))
 
 
 def paths_accepted(recording: Recording, paths: Iterable[Iterable[int]]) -> np.ndarray:

@@ -42,7 +42,14 @@ from loading import (
 )
 from model import ModelConfig, Transformer
 from peers import NAMES, Run, missing, open_peer, open_peers
-from questions import BUILT_IN, encode_question, prompts_for, read_questions, spread
+from questions import (
+    BUILT_IN,
+    encode_question,
+    made_up_prompts,
+    read_questions,
+    spread,
+    tuning_prompts,
+)
 from records import bytes_per_round, module_bytes, peak_memory, project_commit
 from report import (
     Cell,
@@ -69,7 +76,7 @@ from roofline import (
 )
 from sampling import SamplingConfig
 from tokenizer import Tokenizer
-from tuning import PROMPTS, head_costs, row_costs, settle
+from tuning import head_costs, in_step, row_costs, settle
 
 ROWS = (1, 2, 4, 8, 16, 24, 26, 32, 48, 64)
 BEAMS = (1, 4, 8, 10)
@@ -80,18 +87,16 @@ TREES = ("chain:3", "static", "dynamic:nodes=24,levels=5,top_k=8")
 
 
 class TalonMethod:
-    """One target and draft source of ours, with the decoder of every temperature: what `auto`
-    chooses depends on it.
+    """One target and draft source of ours, with the decoder of every temperature: `auto` chooses
+    one tree for temperature 0 and one for those above.
     """
 
-    def __init__(self, name: str, group: str, decoders: dict[float, Decoder]) -> None:
-        self.name, self.group, self.decoders = name, group, decoders
+    def __init__(
+        self, name: str, group: str, decoders: dict[float, Decoder], is_plain: bool = False
+    ) -> None:
+        self.name, self.group, self.decoders, self.is_plain = name, group, decoders, is_plain
         self.trees = {temperature: decoder.tree.name for temperature, decoder in decoders.items()}
         self.memory_bytes = max(map(held_bytes, decoders.values()))
-
-    @property
-    def is_plain(self) -> bool:
-        return self.name == f"{self.group} plain"
 
     def start(
         self, ids: list[int], sampling: SamplingConfig, budget: int, stop_ids: frozenset[int]
@@ -178,7 +183,8 @@ def our_methods(args: Namespace, loaded: list[Loaded], context: int) -> list[Tal
             sources[f"lookup:{args.lookup}"] = (None, f"lookup:{args.lookup}")
         for name, (index, text) in sources.items():
             decoders = make_decoders(args, target, index, text, context)
-            methods.append(TalonMethod(f"{target.name} {name}", target.name, decoders))
+            full = f"{target.name} {name}"
+            methods.append(TalonMethod(full, target.name, decoders, name == "plain"))
     return methods
 
 
@@ -207,7 +213,7 @@ def auto_decoder(
         (device_name(pick_device(args.device)), target.precision),
         model,
         head,
-        lambda: prompts_for(target.tokenizer, model.config.vocab_size, PROMPTS, limit),
+        lambda: tuning_prompts(target.tokenizer, model.config.vocab_size, limit),
         SamplingConfig(temperature),
         args.compile,
         "again" if args.retune else "once",
@@ -259,18 +265,17 @@ def measure(
 def run_in_turns(
     group: list, ids: list[int], sampling: SamplingConfig, budget: int, stop_ids: frozenset[int]
 ) -> list[Run]:
-    """A peer alone, or our methods of one target. These take turns of one round on a CPU, whose
-    speed varies from second to second; of a whole text on a GPU, where a round is queued while the
-    one before runs. Different targets never do: each would find the caches full of other weights.
+    """A peer alone, or our methods of one target. On a CPU, whose speed varies from second to
+    second, these go through the text in step; on a GPU, where a round is queued while the one
+    before runs, one after another. Different targets never go in step: each would find the caches
+    full of other weights.
     """
     if not isinstance(group[0], TalonMethod):
         return [peer.run(ids, sampling, budget, stop_ids) for peer in group]
+    if len(group) > 1 and group[0].decoders[sampling.temperature].device.type == "cuda":
+        return [run_in_turns([one], ids, sampling, budget, stop_ids)[0] for one in group]
     texts = [method.start(ids, sampling, budget, stop_ids) for method in group]
-    if texts[0].decoder.device.type == "cuda":
-        rounds = itertools.chain.from_iterable(texts)
-    else:
-        rounds = itertools.zip_longest(*texts)
-    for _ in rounds:
+    for _ in in_step(texts):
         pass
     return [method.finish(text) for method, text in zip(group, texts, strict=True)]
 
@@ -422,7 +427,7 @@ def read_prompts(args: Namespace) -> tuple[list[list[int]], list[str]]:
     limit = fit_context(args.max_seq_length, config, 10**9) - args.max_new_tokens
     if tokenizer is None and args.questions == BUILT_IN:
         note("note: no tokenizer beside the checkpoint: made-up ids stand in for the prompts")
-        return prompts_for(None, config.vocab_size, args.num_prompts, max(limit, 1)), []
+        return made_up_prompts(config.vocab_size, args.num_prompts, max(limit, 1)), []
     if tokenizer is None:
         raise ValueError(
             f"--questions needs a tokenizer beside {path}: copy tokenizer.json or "

@@ -192,7 +192,7 @@ class Tree:
     top_k: int
     beam: int
     expand: tuple[tuple[int, ...], ...] | None = None  # static: [levels - 1][beam] flat indices
-    keep: tuple[int, ...] | None = None  # static: [nodes - 1] flat indices, ascending
+    keep: tuple[int, ...] | None = None  # static: [grown - 1] flat indices, ascending
     lookup: int = 0  # a chain below the root that comes from the text itself: its tokens
 
     @property
@@ -307,21 +307,22 @@ def with_lookup(tree: Tree, count: int) -> Tree:
 
 
 def parse_tree(text: str) -> Tree:
-    """The tree that `--tree TEXT` names: none, chain:K, static, dynamic:nodes=,levels=,top_k=,
-    lookup:K, FILE.json, or one of them followed by +lookup:K.
+    """The tree that `--tree TEXT` names: none, lookup:K, or chain:K, static,
+    dynamic:nodes=,levels=,top_k=, FILE.json, each of these also with +lookup:K.
     """
-    beside, lookup, count = text.rpartition("lookup:")
-    if lookup and is_count(count) and 1 <= int(count) <= 64 and "lookup" not in beside:
-        if beside == "" or (beside.endswith("+") and len(beside) > 1):
-            return with_lookup(parse_tree(beside[:-1] or "none"), int(count))
-    kind, _, rest = text.partition(":")
+    grown, lookup, count = text.partition("+lookup:")
+    kind, _, rest = grown.partition(":")
+    if lookup and kind not in ("auto", "none", "lookup") and is_length(count):
+        return with_lookup(parse_tree(grown), int(count))
     if text == "none":
         return NO_TREE
-    if kind == "chain" and is_count(rest) and 1 <= int(rest) <= 64:
+    if kind == "lookup" and is_length(rest) and not lookup:
+        return with_lookup(NO_TREE, int(rest))
+    if kind == "chain" and is_length(rest) and not lookup:
         return chain(int(rest))
     if text == "static":
         return static_tree(EAGLE1_PATHS, "static")
-    if kind == "dynamic":
+    if kind == "dynamic" and not lookup:
         pairs = [item.partition("=")[::2] for item in rest.split(",") if rest]
         known = all(key in ("nodes", "levels", "top_k") and is_count(value) for key, value in pairs)
         if known and len(dict(pairs)) == len(pairs):
@@ -330,14 +331,18 @@ def parse_tree(text: str) -> Tree:
         return static_tree(read_paths(Path(text)), text)
     shown = text if len(text) < 60 else f"{text[:60]}..."
     raise ValueError(
-        f"tree {shown!r} is not known: give auto, none, chain:K or lookup:K (1 to 64), static, "
-        "dynamic:nodes=60,levels=8,top_k=10, a FILE.json with a list of paths, or one of them with "
-        "+lookup:K behind it"
+        f"tree {shown!r} is not known: give auto, none, lookup:K (1 to 64), or chain:K (1 to 64), "
+        "static, dynamic:nodes=60,levels=8,top_k=10, a FILE.json with a list of paths, each of "
+        "these also with +lookup:K"
     )
 
 
 def is_count(text: str) -> bool:
     return text.isascii() and text.isdigit() and len(text) < 10
+
+
+def is_length(text: str) -> bool:
+    return is_count(text) and 1 <= int(text) <= 64
 
 
 def read_paths(path: Path) -> list[list[int]]:

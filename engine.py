@@ -230,7 +230,8 @@ class Decoder:
         # is ever kept.
         self.reach = max(tree.nodes, tree.draft_slots) if drafting else 1  # slots past the length
         # One row more than any bucket: a bucket as long as the cache would compile as a constant.
-        rows = max_seq_length + max(self.chunk, self.reach) + 1
+        # And the round launched ahead of the last one starts up to depth + 1 slots later.
+        rows = max_seq_length + max(self.chunk, self.reach) + tree.depth + 2
         compiled = compile_region if compile else lambda function: function
         self.plain = RootOnly(self.device)
         self.drafter = self.plain
@@ -553,7 +554,8 @@ class Generation:
             yield kept
             started = time.perf_counter()  # what the reader does with the tokens is not decoding
         rounds = 1
-        if decoder.clock.on_gpu:  # the last round's split stands for all: reading each would wait
+        # The last round's split stands for all: reading each would wait.
+        if decoder.clock.on_gpu and stats.rounds:
             for launched, _ in waiting:
                 launched.tokens()
             decoder.clock.read(launched.events)

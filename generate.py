@@ -126,8 +126,8 @@ def add_running_options(parser: Parser) -> None:
     running = parser.add_argument_group("running")
     add = running.add_argument
     trees = (
-        "auto, none, chain:K, static, dynamic:nodes=N,levels=L,top_k=K, FILE.json, lookup:K, or "
-        "one of them with +lookup:K behind it"
+        "auto, none, lookup:K, or chain:K, static, dynamic:nodes=N,levels=L,top_k=K, FILE.json, "
+        "each of these also with +lookup:K"
     )
     add("--tree", default="auto", help=trees)
     add("--retune", action="store_true", help="let --tree auto measure again")
@@ -228,7 +228,8 @@ def check_args(args: Namespace) -> None:
 
 
 def check_outputs(args: Namespace) -> None:
-    inputs = [args.checkpoint_path, Path(args.draft_checkpoint_path), Path(args.tree)]
+    inputs = [args.checkpoint_path, Path(args.draft_checkpoint_path)]
+    inputs.append(Path(args.tree.partition("+lookup:")[0]))
     inputs += [args.prompt_file] if args.prompt_file else []
     inputs += [args.checkpoint_path.with_name(name) for name in TOKENIZER_FILES]
     for flag in ("json", "profile"):

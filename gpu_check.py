@@ -55,6 +55,7 @@ TREES = (
     "none",
     "chain:4",
     "dynamic:nodes=16,levels=4,top_k=4",
+    "dynamic:nodes=16,levels=4,top_k=4+lookup:4",
     "dynamic:nodes=48,levels=5,top_k=8",
 )
 KERNEL_ROWS = (1, 4, 8, 16, 32, 64)

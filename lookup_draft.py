@@ -121,18 +121,24 @@ class EagleWithLookup(EagleDrafter):
         in_chain = (node == 0) | (node >= grown)
         below = (node[:, None] >= grown) & (node[:, None] >= node)
         self.chain_ancestors = below & in_chain
+        if self.static:
+            self.parents, self.ancestors = self.add_chain(self.parents, self.ancestors)
+
+    def add_chain(self, parents: Tensor, ancestors: Tensor) -> tuple[Tensor, Tensor]:
+        """Node parents int64 [N] and ancestor mask bool [N, N] of both parts, from those of what is
+        grown.
+        """
+        more = (0, self.tree.lookup)
+        parents = torch.cat((parents, self.chain_parents))
+        return parents, F.pad(ancestors, more + more) | self.chain_ancestors
 
     def propose(
         self, root: Tensor, length: Tensor, slots: Tensor, sampling: SamplingState, kind: str
     ) -> tuple[Tensor, Tensor, Tensor]:
-        tokens, parents, ancestors = super().propose(root, length, slots, sampling, kind)
-        chain, _, _ = self.lookup.propose(root, length, slots, sampling, kind)
-        more = (0, self.tree.lookup)
-        return (
-            torch.cat((tokens, chain[1:])),
-            torch.cat((parents, self.chain_parents)),
-            F.pad(ancestors, more + more) | self.chain_ancestors,
-        )
+        tokens, *shape = super().propose(root, length, slots, sampling, kind)
+        guesses = self.lookup.look_up(self.lookup.history, length, slots, self.tree.lookup)
+        parents, ancestors = shape if self.static else self.add_chain(*shape)
+        return torch.cat((tokens, guesses)), parents, ancestors
 
     def learn(self, *entries: list[Tensor] | Tensor) -> None:
         super().learn(*entries)

@@ -1,7 +1,8 @@
-"""Prompts for measuring: the set that ships with the project, or any FastChat-style question.jsonl.
+"""Prompts for measuring: the sets that ship with the project, or any FastChat-style question.jsonl.
 
 One JSON object a line: `question_id`, `category` and `turns`, a list of user messages of which the
-first is used. Leaves out: what is measured with them (benchmark.py, tuning.py).
+first is used. What `--tree auto` is tuned on is never what the benchmark measures by itself. Leaves
+out: what is measured with them (benchmark.py, tuning.py).
 """
 
 import json
@@ -10,7 +11,9 @@ from pathlib import Path
 
 from tokenizer import Tokenizer, is_text
 
-BUILT_IN = Path(__file__).parent / "assets" / "benchmark_prompts.jsonl"
+ASSETS = Path(__file__).parent / "assets"
+BUILT_IN = ASSETS / "benchmark_prompts.jsonl"  # 32
+TUNING = ASSETS / "tuning_prompts.jsonl"  # 24, half of them chat, in mixed order
 
 
 @dataclass(frozen=True)
@@ -84,17 +87,17 @@ def spread(questions: list[Question], count: int) -> list[Question]:
     return sorted(dealt[:count], key=lambda question: question.line)
 
 
-def prompts_for(
-    tokenizer: Tokenizer | None, vocab_size: int, count: int, longest: int
-) -> list[list[int]]:
-    """Built-in prompts as ids of at most `longest` tokens; without a tokenizer, made-up ids that
-    repeat themselves.
-    """
+def made_up_prompts(vocab_size: int, count: int, longest: int) -> list[list[int]]:
+    """Ids that repeat themselves, where no tokenizer makes ids of text."""
+    return [
+        [(7 * n + 3 * (i % (5 + n)) + 1) % vocab_size for i in range(min(24, longest))]
+        for n in range(count)
+    ]
+
+
+def tuning_prompts(tokenizer: Tokenizer | None, vocab_size: int, longest: int) -> list[list[int]]:
+    """What `--tree auto` is tuned on, as ids of at most `longest` tokens."""
+    questions, _ = read_questions(TUNING)
     if tokenizer is None:
-        return [
-            [(7 * n + 3 * (i % (5 + n)) + 1) % vocab_size for i in range(min(24, longest))]
-            for n in range(count)
-        ]
-    questions, _ = read_questions(BUILT_IN)
-    chosen = spread(questions, count)
-    return [encode_question(question, tokenizer)[:longest] for question in chosen]
+        return made_up_prompts(vocab_size, len(questions), longest)
+    return [encode_question(question, tokenizer)[:longest] for question in questions]

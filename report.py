@@ -3,12 +3,13 @@
 Leaves out: measuring (benchmark.py) and drawing (plots.py).
 """
 
+import itertools
 import json
 import platform
 import shlex
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -170,10 +171,17 @@ COLUMNS: dict[str, Callable[[dict], str]] = {
 FEW = ("method", "tokens/s", "spread", "x plain", "accept.", "draft ms", "verify ms")
 
 
-def method_text(row: dict) -> str:
-    """The method's name; of `auto` also the tree that it chose."""
-    chosen = row["tree"] if row["method"].endswith(" auto") else None
-    return f"{row['method']} ({chosen})" if chosen else row["method"]
+def method_text(row: dict, others: Sequence[dict] = ()) -> str:
+    """The method's name; of `auto` also the tree that it chose, and what the rows at `others`
+    chose where they differ.
+    """
+    if not row["method"].endswith(" auto"):
+        return row["method"]
+    chosen = [row["tree"]]
+    for other in others:
+        if other["tree"] != row["tree"]:
+            chosen.append(f"T {other['temperature']:g}: {other['tree']}")
+    return f"{row['method']} ({'; '.join(chosen)})"
 
 
 def same_text(ids: dict | None) -> str:
@@ -202,9 +210,11 @@ def short_table(rows: list[dict]) -> str:
     lines = [[*FEW, *(f"tokens/s at T {value:g}" for value in others), "ids as plain"]]
     for row in first:
         more = [by_method.get((row["method"], value)) for value in others]
+        name = method_text(row, [other for other in more if other])
         ids = dict.fromkeys(same_text(r["ids"]) for r in (row, *more) if r and "ids" in r)
         speeds_ = [COLUMNS["tokens/s"](r) if r else "" for r in more]
-        lines.append([*(COLUMNS[name](row) for name in FEW), *speeds_, "; ".join(ids)])
+        few = [COLUMNS[column](row) for column in FEW[1:]]
+        lines.append([name, *few, *speeds_, "; ".join(ids)])
     return markdown(lines)
 
 
@@ -214,17 +224,20 @@ def markdown(lines: list[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def curve_table(curves: list[dict]) -> str:
-    """Markdown: milliseconds of a forward by its rows, and what the machine would allow."""
+def curve_table(curves: list[dict], everything: bool = True) -> str:
+    """Markdown: milliseconds of a forward by its rows; with `everything` also what the machine
+    would allow, and draft levels.
+    """
     if not curves:
         return ""
     counts = list(curves[0]["rows_ms"])
+    kinds = {"ms": "rows_ms"} | ({"bound, ms": "bound_ms"} if everything else {})
     lines = [["rows of a forward", *map(str, counts)]]
-    for curve in curves:
-        for name, values in (("ms", curve["rows_ms"]), ("bound, ms", curve["bound_ms"])):
-            lines.append([f"{curve['target']}, {name}", *(f"{values[n]:.1f}" for n in counts)])
+    for curve, (name, values) in itertools.product(curves, kinds.items()):
+        numbers = [f"{curve[values][n]:.1f}" for n in counts]
+        lines.append([f"{curve['target']}, {name}", *numbers])
     found = [markdown(lines)]
-    for curve in curves:
+    for curve in curves if everything else ():
         for name, levels in curve["head_level_ms"].items():
             costs = ", ".join(f"{ms:.2f} at {width}" for width, ms in levels.items())
             found.append(
@@ -272,7 +285,7 @@ def readme_section(*reports: dict) -> str:
             f"{heading(report)}:",
             f"```console\npython benchmark.py {shlex.join(report['argv'])}\n```",
             short_table(report["methods"]),
-            curve_table(report["row_costs"]),
+            curve_table(report["row_costs"], everything=False),
         ]
     return "\n\n".join(part for part in parts if part)
 

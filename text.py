@@ -36,10 +36,10 @@ from loading import (
     read_kind,
 )
 from model import ModelConfig
-from questions import prompts_for
+from questions import tuning_prompts
 from sampling import GREEDY, SamplingConfig
 from tokenizer import StreamDecoder, Tokenizer, is_text
-from tuning import PROMPTS, settle
+from tuning import settle
 
 
 def encode(tokenizer: Tokenizer | None, prompt: str | list[dict] | list[int]) -> list[int]:
@@ -280,8 +280,8 @@ def load(
         choice = settle(
             (file.path, head_file.path), (device_name(where), precision_name(file, precision)),
             model, head,
-            lambda: prompts_for(
-                tokenizer, config.vocab_size, PROMPTS, min(512, config.max_seq_length // 2)
+            lambda: tuning_prompts(
+                tokenizer, config.vocab_size, min(512, config.max_seq_length // 2)
             ),
             sampling, compile, tune, note,
         )  # fmt: skip

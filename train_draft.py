@@ -278,20 +278,21 @@ def evaluate(args: argparse.Namespace, device: torch.device) -> int:
         raise ValueError("--trees measures the head: give chains, static and dynamic trees alone")
     if not args.evaluate.is_file():
         raise ValueError(f"{args.evaluate} is no file: give --evaluate a question.jsonl")
-    model = load_target(file, device, torch.float32)
-    head = load_head(head_file, model, device, torch.float32)
-    tokenizer = find_tokenizer(file.path.parent, model.config)
+    config = ModelConfig.from_dict(file.config)
+    tokenizer = find_tokenizer(file.path.parent, config)
     if tokenizer is None:
         raise ValueError(
             f"no tokenizer lies beside {file.path}: questions are text, copy tokenizer.json there"
         )
     questions = read_questions(args.evaluate, tokenizer)
-    room = model.config.max_seq_length - max(map(len, questions))
+    room = config.max_seq_length - max(map(len, questions))
     if args.new_tokens > room:
         raise ValueError(
             f"new_tokens {args.new_tokens} do not fit behind the longest question: the context of "
-            f"{model.config.max_seq_length} leaves {room}"
+            f"{config.max_seq_length} leaves {max(room, 0)}"
         )
+    model = load_target(file, device, torch.float32)
+    head = load_head(head_file, model, device, torch.float32)
     texts = answer_greedily(model, questions, args.new_tokens)
     c = head.config
     teacher = Teacher(model, c.family, c.feature_layers, max(len(text.ids) for text in texts), 0)

@@ -2,13 +2,13 @@
 remembers.
 
 Three steps. Costs: a target forward at 1 to 64 rows, a draft level at several widths. Acceptance:
-one decoding of built-in prompts beside which the head grows a wide tree at every position; what any
-chain, static or dynamic tree accepts follows by counting, and what lookup adds from the texts
+one decoding of prompts made for it, beside which the head grows a wide tree at every position; what
+any chain, static or dynamic tree accepts follows by counting, and what lookup adds from the texts
 themselves. Race: the best of each kind decode a few of the prompts beside plain decoding, in turns,
 which says what their rounds cost. The most counted tokens per raced second win if they beat plain
-decoding: counting is exact and cheap, so it takes many prompts, whose acceptance varies; seconds
-vary little between prompts, but only real rounds show them. The answer is kept beside the
-checkpoint, for the device, the precision and the files it was measured with.
+decoding: counting is cheap, so it takes many prompts, whose acceptance varies; seconds vary little
+between prompts, but only real rounds show them. The answer is kept beside the checkpoint, for the
+device, the precision and the files it was measured with.
 
 Leaves out: the command lines (generate.py, benchmark.py), falling back within a text (fallback.py).
 """
@@ -56,8 +56,9 @@ BEAMS = (1, 4, 10)  # of a draft level
 LOOKUPS, BESIDE = (2, 3, 5, 7, 10, 15), (2, 3, 5)  # tokens looked up: alone, beside a head's tree
 NODES = (4, 8, 16, 24, 32, 48, 64)  # of the static and dynamic trees that are considered
 PROBE = {"nodes": 32, "levels": 8, "top_k": 10}  # the tree whose candidates are recorded
-PROMPTS, TOKENS = 32, 48  # built-in prompts and new tokens of each: what lookup gains varies widely
-RACED = 6  # of them, whose rounds are timed
+TOKENS = 48  # decoded of every prompt
+RECORDING_S = 90  # so many prompts are recorded as take about this long, but no fewer than race
+RACED = 5  # prompts whose rounds are timed
 LEAST_GAIN = 1.02  # over plain decoding; less is noise, and plain is simpler
 VERSION = 4  # a stored choice counts for the kernels it was measured with
 SHORTEST = 64  # a context below this leaves nothing to measure: the preset stays
@@ -204,13 +205,16 @@ def head_costs(
 # ---------------------------------------------------------------- the choice
 
 
+Paths = Sequence[Sequence[int]] | None  # rank paths of a static tree that is made here
+
+
 @dataclass(frozen=True)
 class Candidate:
     tree: Tree
     kind: str  # chain | static | dynamic | lookup | both, a head's tree and a lookup
     tokens: float  # expected per round, the bonus included
     seconds: float  # expected per round
-    paths: tuple[tuple[int, ...], ...] | None = None  # of a static tree made here
+    paths: Paths = None
 
     @property
     def speed(self) -> float:
@@ -222,12 +226,9 @@ def candidates(recording: Recording, costs: Costs) -> list[Candidate]:
     levels, width = recording.tree.levels, recording.tree.top_k
     found = []
 
-    Paths = list[list[int]] | None
-
     def add(kind: str, tree: Tree, accepted: np.ndarray, paths: Paths = None) -> None:
-        made = tuple(map(tuple, paths)) if paths else None
         tokens = 1 + recording.accepted_per_round(accepted)
-        found.append(Candidate(tree, kind, tokens, costs.round(tree), made))
+        found.append(Candidate(tree, kind, tokens, costs.round(tree), paths))
 
     def grow(kind: str, tree: Tree, accepted: np.ndarray, paths: Paths = None) -> None:
         add(kind, tree, accepted, paths)
@@ -321,50 +322,49 @@ class Racer:
         self.decoder = decoder
         self.round_times: list[float] = []
 
-    def decode(self, ids: list[int], budget: int, sampling: SamplingConfig) -> Iterator[float]:
-        """One text, past any stop token; yields the seconds of every forward, the prefill's as
-        zero.
-        """
-        self.decoder.cached = []
-        generation, before = Generation(self.decoder, ids, sampling, budget), 0.0
-        for _ in generation:
-            yield generation.stats.decode_s - before
-            before = generation.stats.decode_s
-
     @property
     def round_s(self) -> float:
         """The median leaves out the moments that the machine gave to others."""
         return statistics.median(self.round_times)
 
 
+def in_step(texts: Sequence[Generation]) -> Iterator[int]:
+    """Run all of them, yielding after every forward whose it was. On a CPU, whose speed varies from
+    second to second, it is always the turn of the text with the fewest tokens, so that equal texts
+    end together; on a GPU, where a round is queued while the one before runs, one text follows the
+    other.
+    """
+    running = {index: iter(text) for index, text in enumerate(texts)}
+    on_gpu = texts[0].decoder.device.type == "cuda"
+    while running:
+        index = min(running, key=lambda i: 0 if on_gpu else len(texts[i].tokens))
+        if next(running[index], None) is None:
+            del running[index]
+        else:
+            yield index
+
+
 def race(
     racers: list[Racer], prompts: list[list[int]], budget: int, sampling: SamplingConfig
 ) -> None:
-    """All of them on every prompt, in an order that changes from prompt to prompt.
-
-    They take turns of one round on a CPU, whose speed varies from second to second; of a whole text
-    on a GPU, where a round is queued while the one before runs."""
+    """All of them on every prompt, past any stop token, in an order that changes from prompt to
+    prompt. The first round after a prefill does not count.
+    """
     for racer in racers:
         racer.decoder.warm_up(sampling.kind)
-    for index, ids in enumerate(prompts):
-        turn = index % len(racers)
-        texts = [
-            (racer, racer.decode(ids, budget, sampling)) for racer in racers[turn:] + racers[:turn]
-        ]
-        if racers[0].decoder.device.type == "cuda":
-            for racer, text in texts:
-                racer.round_times += list(text)[1:]
-        else:
-            take_turns(texts)
-
-
-def take_turns(texts: list[tuple[Racer, Iterator[float]]]) -> None:
-    """One forward each until all are done; times count while all still run, the first left out."""
-    turns = itertools.zip_longest(*(text for _, text in texts))
-    for taken in itertools.islice(turns, 1, None):
-        if None not in taken:
-            for (racer, _), seconds in zip(texts, taken, strict=True):
-                racer.round_times.append(seconds)
+    for number, ids in enumerate(prompts):
+        turn = number % len(racers)
+        order = racers[turn:] + racers[:turn]
+        texts = []
+        for racer in order:
+            racer.decoder.cached = []
+            texts.append(Generation(racer.decoder, ids, sampling, budget))
+        before = [0.0] * len(texts)
+        for index in in_step(texts):
+            stats = texts[index].stats
+            if stats.rounds > 1:
+                order[index].round_times.append(stats.decode_s - before[index])
+            before[index] = stats.decode_s
 
 
 def tune(
@@ -375,8 +375,10 @@ def tune(
     compile: bool = True,
     budget: int = TOKENS,
     say: Callable[[str], None] = lambda text: None,
-) -> Choice:
-    """Measure and choose. `prompts` are token ids; a small model takes two minutes or three."""
+) -> Choice | None:
+    """Measure and choose; None where the texts leave nothing to measure. `prompts` are token ids.
+    The demo model takes two to four minutes, one of a second a token a quarter of an hour.
+    """
     context = min(model.config.max_seq_length, max(map(len, prompts)) + budget + 80)
     plain = Decoder(model, context, compile=compile)
     committed = int(statistics.mean(map(len, prompts))) + budget // 2  # as the race will have it
@@ -388,10 +390,13 @@ def tune(
     parts = head_costs(plain, head, beams, committed, compile)
     costs = replace(parts, rows=costs.rows)
     probe = dynamic_tree(min(PROBE["nodes"], width + (levels - 1) * width**2 + 1), levels, width)
-    say("tuning: recording what the head guesses ...")
+    # A position takes about two plain rounds.
+    affordable = int(RECORDING_S / (2 * budget * costs.rows[1]))
+    prompts = prompts[: max(affordable, RACED)]
+    say(f"tuning: recording what the head guesses on {len(prompts)} prompts ...")
     recording = record(Decoder(model, context, head, probe, compile), prompts, budget, sampling)
-    if not len(recording.truth):  # every answer was one token
-        return Choice(NO_TREE, 1.0, 1.0, {"race": [], "costs": asdict(costs), "paths": None})
+    if not len(recording.truth):  # every answer ended at once, or the context left no room
+        return None
     found = candidates(recording, costs)
     chosen = finalists(found, 1 / costs.round(NO_TREE))
     names = ", ".join(c.tree.name for c in chosen)
@@ -400,7 +405,7 @@ def tune(
         Racer(plain),
         *(Racer(Decoder(model, context, head, c.tree, compile)) for c in chosen),
     ]
-    race(racers, prompts[:: max(len(prompts) // RACED, 1)], budget, sampling)
+    race(racers, prompts[:RACED], budget, sampling)
     return decide(racers, chosen, costs, recording, found)
 
 
@@ -474,6 +479,9 @@ def settle(
             "(--tree TREE skips it)"
         )
         choice = tune(model, head, prompts(), sampling, compile, say=say)
+        if choice is None:
+            say("tuning: the answers were too short to measure anything: the preset stays")
+            return None
         try:
             keep(files[0], key, choice)
         except OSError as error:

@@ -21,7 +21,16 @@ from eagle_draft import parse_tree
 from engine import Decoder
 from model import ModelConfig
 from peers import Run
-from questions import BUILT_IN, Question, encode_question, prompts_for, read_questions, spread
+from questions import (
+    BUILT_IN,
+    TUNING,
+    Question,
+    encode_question,
+    made_up_prompts,
+    read_questions,
+    spread,
+    tuning_prompts,
+)
 from report import (
     BEGIN,
     END,
@@ -428,7 +437,7 @@ def test_spread_takes_from_every_category_in_turn_and_keeps_the_order():
 
 
 def test_prompts_without_a_tokenizer_stay_inside_vocabulary_and_length():
-    prompts = prompts_for(None, 50, 3, 10)
+    prompts = made_up_prompts(50, 3, 10)
     assert (
         len(prompts) == 3
         and all(0 <= i < 50 for p in prompts for i in p)
@@ -581,6 +590,7 @@ def test_row_costs_leave_the_decoder_as_it_was():
         (("--no_decoding", "--no_row_costs"), "leave nothing to measure"),
         (("--no_decoding", "--tree", "chain:2"), "leave out --tree"),
         (("--lookup", "65"), "lookup 65"),
+        (("--gguf", "no.gguf"), "no.gguf is no file"),
         (("--seed", str(2**63 - 1)), "seed"),
         (("--out", __file__), "is a file"),
         (("--readme", __file__), "each once"),
@@ -733,7 +743,7 @@ def test_a_method_reports_its_own_tree_and_memory():
     assert method.memory_bytes > sum(p.numel() * 4 for p in layers.parameters())
 
 
-def test_methods_of_one_target_take_turns_round_by_round(monkeypatch):
+def test_methods_of_one_target_go_through_a_text_in_step(monkeypatch):
     order, launch = [], Decoder.launch
     methods = [chain_method("a", "chain:3"), chain_method("b", "chain:1")]
     names = {id(method.decoders[0.0]): method.name for method in methods}
@@ -745,7 +755,23 @@ def test_methods_of_one_target_take_turns_round_by_round(monkeypatch):
     monkeypatch.setattr(Decoder, "launch", seen)
     long, short = benchmark.run_in_turns(methods, [1, 2], SamplingConfig(), 9, frozenset())
     assert long.tokens == short.tokens and (long.rounds, short.rounds) == (2, 4)
-    assert order == list("ababbb"[: len(order)]) and len(order) == 6
+    assert order == list("abbabb")
+
+
+def test_a_table_names_every_tree_that_auto_chose(finished):
+    report = json.loads((finished[2] / "results.json").read_text())
+    rows = [row | {"method": "fp32 head auto"} for row in report["methods"][1::4]]
+    assert "| fp32 head auto (chain:2) |" in readme_section(report | {"methods": rows})
+    rows[1]["tree"] = "none"
+    assert "| fp32 head auto (chain:2; T 1: none) |" in readme_section(report | {"methods": rows})
+
+
+def test_the_tuning_prompts_are_not_those_of_the_benchmark():
+    tuning_set, problems = read_questions(TUNING)
+    assert len(tuning_set) == 24 and not problems
+    measured, _ = read_questions(BUILT_IN)
+    assert not {q.text for q in tuning_set} & {q.text for q in measured}
+    assert len(tuning_prompts(None, 50, 10)) == 24
 
 
 def test_auto_has_a_tree_for_every_temperature_and_plain_stays_the_reference(files, monkeypatch):

@@ -120,6 +120,13 @@ def test_empty_prompts_and_ids_outside_the_vocabulary_are_refused(ids):
         decode(eager(random_model()), ids, 5)
 
 
+def test_a_text_of_one_token_has_no_round_whose_times_could_be_read():
+    decoder = eager(random_model())
+    decoder.clock.on_gpu = True  # where times are read after the last round
+    run = decode(decoder, [3, 1], 1)
+    assert len(run.tokens) == 1 and run.stats.rounds == 0 and run.stats.draft_s == 0.0
+
+
 def test_a_head_that_is_always_right_fills_its_tree_every_round():
     model = table_model(cycle_table(CYCLE))
     generation = decode(eager(model, table_head(model), parse_tree("chain:5")), [1, 2, 3], 61)

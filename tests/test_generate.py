@@ -1214,6 +1214,8 @@ def test_outputs_never_overwrite_an_input_or_each_other(refused, world, tmp_path
         refused(("input", "choose another name"), *argv, "--profile", path)
         assert path.read_bytes() == before
     refused(("--json and --profile",), *argv, "--json", tmp_path / "x", "--profile", tmp_path / "x")
+    both = (*argv[:-1], f"{tmp_path / 't.json'}+lookup:2")
+    refused(("input", "choose another name"), *both, "--json", tmp_path / "t.json")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")

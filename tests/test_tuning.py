@@ -4,6 +4,7 @@ and it is kept.
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -105,12 +106,24 @@ def test_nothing_behind_a_stop_token_is_counted():
     model, head = ending_pair(9)
     decoder = Decoder(model, 400, head, dynamic_tree(2, 4, 2), compile=False)
     recording = acceptance.record(decoder, [[1, 2, 3]], 100, GREEDY)
-    assert recording.positions == [5]  # the roots 4 to 8
+    assert recording.counts == [5]  # the roots 4 to 8
     assert (recording.truth >= 0).sum(1).tolist() == [4, 3, 2, 1, 0]
     assert recording.looked_up.tolist() == [0] * 5  # the second time round would be right
     endless = Decoder(ending_pair()[0], 400, head, dynamic_tree(2, 4, 2), compile=False)
     recording = acceptance.record(endless, [[1, 2, 3]], 100, GREEDY)
-    assert recording.positions == [100] and recording.looked_up.max() == acceptance.LOOKED_AHEAD
+    assert recording.counts == [100]
+    assert recording.looked_up[30:].tolist() == [acceptance.LOOKED_AHEAD] * 70  # to the last one
+
+
+def test_what_the_wide_tree_does_not_cover_is_counted_as_wrong(recording):
+    """A narrow recording foretells less than a wide one, never more."""
+    model, head = noisy_pair()
+    narrow = acceptance.record(
+        Decoder(model, 400, head, dynamic_tree(3, 5, 2), compile=False), PROMPTS, 100,
+        SamplingConfig(1.0, seed=3),
+    )  # fmt: skip
+    accepted = [acceptance.paths_accepted(r, EAGLE1_PATHS) for r in (narrow, recording)]
+    assert (accepted[0] <= accepted[1]).all() and accepted[0].sum() < accepted[1].sum()
 
 
 def test_rounds_go_on_behind_what_they_accepted():
@@ -120,10 +133,16 @@ def test_rounds_go_on_behind_what_they_accepted():
     assert recording.accepted_per_round(np.zeros(7, dtype=int)) == 0
 
 
-def test_a_model_that_stops_at_once_decodes_plainly():
+def test_a_model_that_stops_at_once_leaves_the_preset_and_nothing_is_kept(tmp_path):
     model, head = ending_pair(*range(24))
-    choice = tuning.tune(model, head, PROMPTS, GREEDY, compile=False, budget=24)
-    assert (choice.tree, choice.gain, choice.break_even) == (NO_TREE, 1.0, 1.0)
+    files, said = (tmp_path / "t.safetensors", tmp_path / "h.safetensors"), []
+    for file in files:
+        file.write_bytes(b"x")
+    choice = tuning.settle(
+        files, ("cpu", "fp32"), model, head, lambda: PROMPTS, GREEDY, False, "once", said.append
+    )
+    assert choice is None and said[-1].endswith("the preset stays")
+    assert not tuning.cache_path(files[0]).exists()
 
 
 def test_likely_paths_are_a_tree_of_the_most_frequent_ranks(recording):
@@ -136,6 +155,20 @@ def test_likely_paths_are_a_tree_of_the_most_frequent_ranks(recording):
         for n in (2, 4, 8, 16)
     ]
     assert shares == sorted(shares)
+
+
+def test_every_tree_of_a_head_is_also_considered_with_a_lookup(recording):
+    costs = Costs({1: 1.0, 64: 1.0}, {1: 0.1, 10: 0.1})
+    found = tuning.candidates(recording, costs)
+    grown = [c for c in found if c.kind in ("chain", "static", "dynamic")]
+    both = [c for c in found if c.kind == "both"]
+    assert len(both) == len(grown) * len(tuning.BESIDE) and {c.tree.lookup for c in both} == {
+        2,
+        3,
+        5,
+    }
+    alone = {c.tree.name: c.tokens for c in grown}
+    assert all(c.tokens >= alone[c.tree.name.partition("+")[0]] for c in both if not c.paths)
 
 
 def test_cheap_rows_choose_a_large_tree_and_dear_rows_a_small_one(recording):
@@ -162,6 +195,10 @@ def test_costs_interpolate_between_what_was_measured():
     assert costs.round(NO_TREE) == 1.0
     assert costs.round(parse_tree("chain:2")) == pytest.approx(2.0 + 0.03 + 0.1)
     assert costs.round(parse_tree("lookup:2")) == 2.0
+    costs = replace(costs, lookup=0.25)
+    assert costs.round(parse_tree("lookup:2")) == 2.25
+    assert costs.round(parse_tree("chain:2+lookup:6")) == pytest.approx(5.0 + 0.25 + 0.03 + 0.1)
+    assert costs.round(parse_tree("chain:2")) == pytest.approx(2.0 + 0.03 + 0.1)
 
 
 def racer(*round_times: float) -> Racer:
@@ -209,28 +246,67 @@ def test_the_finalists_are_the_best_of_each_kind_and_one_of_another_size():
     chosen = [c.tree.name for c in tuning.finalists(found, 1.0)]
     assert chosen == [found[i].tree.name for i in (0, 2, 6)]
     assert [c.speed for c in tuning.finalists(found, 2.4)] == [2.0]
-    crowd = [candidate("chain:7", kind, 2.0) for kind in ("chain", "static", "dynamic", "lookup")]
-    assert len(tuning.finalists([*crowd, candidate("chain:2", "chain", 1.9)], 1.0)) == 4
+    kinds = ("chain", "static", "dynamic", "lookup", "both")
+    crowd = [candidate("chain:7", kind, 2.0 + i / 10) for i, kind in enumerate(kinds)]
+    chosen = tuning.finalists([*crowd, candidate("chain:2", "chain", 1.9)], 1.0)
+    assert [c.kind for c in chosen] == ["both", "lookup", "dynamic", "static"]
 
 
-class Text:
-    """A decoding whose forwards take the given seconds, and who saw which when."""
+class Slow:
+    """A text of single tokens but for every `leap`-th round, which gives more."""
 
-    def __init__(self, name: str, seconds: list[float], seen: list[str]) -> None:
-        self.racer, self.name, self.seconds, self.seen = Racer(None), name, seconds, seen
+    def __init__(self, name: str, tokens: int, leap: int, seen: list[str], device: str) -> None:
+        self.name, self.wanted, self.leap, self.seen = name, tokens, leap, seen
+        self.decoder = SimpleNamespace(device=torch.device(device))
+        self.tokens: list[int] = []
 
     def __iter__(self):
-        for value in self.seconds:
+        while len(self.tokens) < self.wanted:
             self.seen.append(self.name)
-            yield value
+            self.tokens += [0] * min(self.leap, self.wanted - len(self.tokens))
+            yield self.tokens
 
 
-def test_racers_take_turns_and_only_what_all_of_them_run_counts():
-    seen = []
-    slow, fast = Text("a", [9, 1, 2, 3, 50, 60], seen), Text("b", [9, 4, 5, 6], seen)
-    tuning.take_turns([(text.racer, iter(text)) for text in (slow, fast)])
-    assert seen == ["a", "b"] * 4 + ["a", "a"]
-    assert slow.racer.round_times == [1, 2, 3] and fast.racer.round_times == [4, 5, 6]
+def test_texts_go_in_step_on_a_cpu_and_one_after_another_on_a_gpu():
+    for device, order in (("cpu", "abaabaaba"), ("cuda", "aaaaaabbb")):
+        seen: list[str] = []
+        texts = [Slow("a", 6, 1, seen, device), Slow("b", 6, 2, seen, device)]
+        turns = list(tuning.in_step(texts))
+        assert "".join(seen) == order and "".join("ab"[i] for i in turns) == order
+
+
+def test_a_race_times_every_round_but_the_first_of_a_text():
+    model = table_model(cycle_table(24), max_seq_length=256)
+    racers = [
+        Racer(Decoder(model, 200, table_head(model), parse_tree(tree), compile=False))
+        for tree in ("none", "chain:3")
+    ]
+    tuning.race(racers, [[1, 2], [3], [4]], 13, GREEDY)  # twelve rounds and three, after prefill
+    assert [len(racer.round_times) for racer in racers] == [3 * 11, 3 * 2]
+    assert all(seconds > 0 for racer in racers for seconds in racer.round_times)
+
+
+def test_a_slow_machine_records_fewer_prompts(monkeypatch):
+    model, head = noisy_pair()
+    recorded, raced = [], []
+    real_record, real_race = tuning.record, tuning.race
+
+    def record(decoder, prompts, *rest):
+        recorded.append(len(prompts))
+        return real_record(decoder, prompts, *rest)
+
+    def race(racers, prompts, *rest):
+        raced.append(len(prompts))
+        return real_race(racers, prompts, *rest)
+
+    monkeypatch.setattr(tuning, "record", record)
+    monkeypatch.setattr(tuning, "race", race)
+    prompts = [[n % 24, 3] for n in range(12)]
+    for second in (0.001, 10.0):
+        costs = [dict.fromkeys(tuning.ROWS, second)]
+        monkeypatch.setattr(tuning, "row_costs", lambda *_, costs=costs: costs)
+        tuning.tune(model, head, prompts, GREEDY, compile=False, budget=8)
+    assert recorded == [12, tuning.RACED] and raced == [tuning.RACED] * 2
 
 
 def test_what_is_measured_takes_turns():

@@ -11,8 +11,8 @@ MODEL := checkpoints/SmolLM2-135M-Instruct
 # The head that this repository ships; in int8 a level of drafting reads a quarter of the memory.
 HEAD := $(firstword $(wildcard assets/*.safetensors))
 HEAD_INT8 := $(if $(HEAD),$(MODEL)/draft_int8.safetensors)
-# A small tree: on a CPU every row of a forward costs something.
-TREE := dynamic:nodes=8,levels=2,top_k=4
+# A small tree, on a CPU every row of a forward costs something, and what the text has said before.
+TREE := chain:2+lookup:3
 PROMPT ?= Explain in three sentences why the sky is blue.
 
 .PHONY: demo test test-all lint

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, ScalarFormatter
+from matplotlib.ticker import MaxNLocator
 
 from checkpoint import atomic_file
 from report import short_commit
@@ -98,8 +98,8 @@ def rows_plot(report: dict) -> Figure:
     axes.set_ylabel("milliseconds")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
-    axes.xaxis.set_major_formatter(ScalarFormatter())
-    axes.yaxis.set_major_formatter(ScalarFormatter())
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_major_formatter("{x:g}")
     axes.grid(alpha=0.3)
     axes.set_title(caption(report), fontsize=9)
     axes.legend(fontsize=8)

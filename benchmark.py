@@ -6,7 +6,7 @@
 
 Every method decodes the same prompts with the same budget and stop ids, in one process, in turns:
 all methods on a prompt, then the next prompt, then the next repetition; on a CPU, methods of the
-same target even round by round. A method's speed is tokens over seconds, both summed over the
+same target in step, round by round. A method's speed is tokens over seconds, both summed over the
 prompts; of a prompt's repetitions the median counts, and the spread is that of whole repetitions.
 Tokens of the first forward count as time to first token, not as decoding.
 
@@ -207,13 +207,12 @@ def auto_decoder(
 ) -> Decoder:
     """With the tree that `--tree auto` chooses at this temperature, and its fallback."""
     model, head = target.model, list(target.heads.values())[index]
-    limit = min(512, model.config.max_seq_length // 2)
     choice = settle(
         (target.path, args.draft_checkpoint_path[index]),
         (device_name(pick_device(args.device)), target.precision),
         model,
         head,
-        lambda: tuning_prompts(target.tokenizer, model.config.vocab_size, limit),
+        lambda: tuning_prompts(target.tokenizer, model.config),
         SamplingConfig(temperature),
         args.compile,
         "again" if args.retune else "once",

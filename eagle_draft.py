@@ -214,6 +214,19 @@ class Tree:
         return max(min(self.levels, self.grown - 1), self.lookup)
 
     @property
+    def reach(self) -> int:
+        """Slots past the committed ones that a round writes at most, of target or head."""
+        return max(self.nodes, self.draft_slots)
+
+    def cache_rows(self, max_seq_length: int, chunk: int) -> int:
+        """Rows of a KV cache: a tree or a padded chunk of the prompt may run past the last legal
+        position, which a round launched ahead passes by depth + 1 before it starts. Nothing past it
+        is ever kept. One row more than any length bucket: a bucket as long as the cache would
+        compile as a constant.
+        """
+        return max_seq_length + max(chunk, self.reach) + self.depth + 2
+
+    @property
     def draft_slots(self) -> int:
         """Head cache slots that growing needs behind the committed ones."""
         return max((self.levels - 1) * self.beam, self.levels + 1)
@@ -310,19 +323,19 @@ def parse_tree(text: str) -> Tree:
     """The tree that `--tree TEXT` names: none, lookup:K, or chain:K, static,
     dynamic:nodes=,levels=,top_k=, FILE.json, each of these also with +lookup:K.
     """
-    grown, lookup, count = text.partition("+lookup:")
-    kind, _, rest = grown.partition(":")
-    if lookup and kind not in ("auto", "none", "lookup") and is_length(count):
+    grown, _, count = text.partition("+lookup:")
+    if is_length(count) and grown.partition(":")[0] not in ("auto", "none", "lookup"):
         return with_lookup(parse_tree(grown), int(count))
+    kind, _, rest = text.partition(":")
     if text == "none":
         return NO_TREE
-    if kind == "lookup" and is_length(rest) and not lookup:
+    if kind == "lookup" and is_length(rest):
         return with_lookup(NO_TREE, int(rest))
-    if kind == "chain" and is_length(rest) and not lookup:
+    if kind == "chain" and is_length(rest):
         return chain(int(rest))
     if text == "static":
         return static_tree(EAGLE1_PATHS, "static")
-    if kind == "dynamic" and not lookup:
+    if kind == "dynamic":
         pairs = [item.partition("=")[::2] for item in rest.split(",") if rest]
         known = all(key in ("nodes", "levels", "top_k") and is_count(value) for key, value in pairs)
         if known and len(dict(pairs)) == len(pairs):

@@ -225,20 +225,15 @@ class Decoder:
         weight = model.norm.weight
         self.device, c = weight.device, model.config
         self.chunk = 256 if self.device.type == "cuda" else 64  # rows of a prefill forward
-        drafting = tree.nodes > 1 and (head is not None or not tree.needs_head)
-        # The slack lets a tree or a padded chunk run past the last legal position: nothing past it
-        # is ever kept.
-        self.reach = max(tree.nodes, tree.draft_slots) if drafting else 1  # slots past the length
-        # One row more than any bucket: a bucket as long as the cache would compile as a constant.
-        # And the round launched ahead of the last one starts up to depth + 1 slots later.
-        rows = max_seq_length + max(self.chunk, self.reach) + tree.depth + 2
+        tree = NO_TREE if head is None and tree.needs_head else tree
+        self.reach, rows = tree.reach, tree.cache_rows(max_seq_length, self.chunk)
         compiled = compile_region if compile else lambda function: function
         self.plain = RootOnly(self.device)
         self.drafter = self.plain
-        if drafting and tree.needs_head:
+        if tree.needs_head:
             source = EagleWithLookup if tree.lookup else EagleDrafter
             self.drafter = source(head, tree, rows, compiled)
-        elif drafting:
+        elif tree.lookup:
             self.drafter = LookupDrafter(tree, rows, self.device, compiled)
         self.tree = self.drafter.tree
         self.cache = KVCache(c.n_layer, c.n_kv_head, rows, c.head_dim, weight.dtype).to(self.device)

@@ -388,7 +388,7 @@ def plan_memory(
 ) -> MemoryPlan:
     """What decoding will need, from the files' headers alone."""
     c = ModelConfig.from_dict(target.config)
-    rows = max_seq_length + max(chunk, tree.nodes, tree.draft_slots) + tree.depth + 2
+    rows = tree.cache_rows(max_seq_length, chunk)
     caches = 2 * c.n_layer * c.n_kv_head * c.head_dim * rows * dtype.itemsize
     if head is not None:
         d = DraftConfig.from_dict(head.config)

@@ -9,6 +9,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from model import ModelConfig
 from tokenizer import Tokenizer, is_text
 
 ASSETS = Path(__file__).parent / "assets"
@@ -95,9 +96,10 @@ def made_up_prompts(vocab_size: int, count: int, longest: int) -> list[list[int]
     ]
 
 
-def tuning_prompts(tokenizer: Tokenizer | None, vocab_size: int, longest: int) -> list[list[int]]:
-    """What `--tree auto` is tuned on, as ids of at most `longest` tokens."""
+def tuning_prompts(tokenizer: Tokenizer | None, config: ModelConfig) -> list[list[int]]:
+    """What `--tree auto` is tuned on, as ids that leave half of the context or more."""
     questions, _ = read_questions(TUNING)
+    longest = min(512, config.max_seq_length // 2)
     if tokenizer is None:
-        return made_up_prompts(vocab_size, len(questions), longest)
+        return made_up_prompts(config.vocab_size, len(questions), longest)
     return [encode_question(question, tokenizer)[:longest] for question in questions]

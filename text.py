@@ -280,9 +280,7 @@ def load(
         choice = settle(
             (file.path, head_file.path), (device_name(where), precision_name(file, precision)),
             model, head,
-            lambda: tuning_prompts(
-                tokenizer, config.vocab_size, min(512, config.max_seq_length // 2)
-            ),
+            lambda: tuning_prompts(tokenizer, config),
             sampling, compile, tune, note,
         )  # fmt: skip
         shape = choice.tree if choice else shape

@@ -377,21 +377,20 @@ def tune(
     say: Callable[[str], None] = lambda text: None,
 ) -> Choice | None:
     """Measure and choose; None where the texts leave nothing to measure. `prompts` are token ids.
-    The demo model takes two to four minutes, one of a second a token a quarter of an hour.
+    The demo model takes two to four minutes.
     """
     context = min(model.config.max_seq_length, max(map(len, prompts)) + budget + 80)
     plain = Decoder(model, context, compile=compile)
     committed = int(statistics.mean(map(len, prompts))) + budget // 2  # as the race will have it
     say("tuning: measuring what rows and draft levels cost here ...")
-    costs = Costs(row_costs([plain], ROWS, committed)[0])
+    (rows,) = row_costs([plain], ROWS, committed)
     width = min(PROBE["top_k"], head.config.draft_vocab_size)
     levels = min(PROBE["levels"], max(context // 4, 1))
     beams = [beam for beam in BEAMS if beam <= width]
-    parts = head_costs(plain, head, beams, committed, compile)
-    costs = replace(parts, rows=costs.rows)
+    costs = replace(head_costs(plain, head, beams, committed, compile), rows=rows)
     probe = dynamic_tree(min(PROBE["nodes"], width + (levels - 1) * width**2 + 1), levels, width)
     # A position takes about two plain rounds.
-    affordable = int(RECORDING_S / (2 * budget * costs.rows[1]))
+    affordable = int(RECORDING_S / (2 * budget * rows[1]))
     prompts = prompts[: max(affordable, RACED)]
     say(f"tuning: recording what the head guesses on {len(prompts)} prompts ...")
     recording = record(Decoder(model, context, head, probe, compile), prompts, budget, sampling)

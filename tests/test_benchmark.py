@@ -6,6 +6,7 @@ import importlib.util
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -769,7 +770,8 @@ def test_the_tuning_prompts_are_not_those_of_the_benchmark():
     assert len(tuning_set) == 24 and not problems
     measured, _ = read_questions(BUILT_IN)
     assert not {q.text for q in tuning_set} & {q.text for q in measured}
-    assert len(tuning_prompts(None, 50, 10)) == 24
+    prompts = tuning_prompts(None, replace(TINY, max_seq_length=20))
+    assert len(prompts) == 24 and {len(ids) for ids in prompts} == {10}
 
 
 def test_auto_has_a_tree_for_every_temperature_and_plain_stays_the_reference(files, monkeypatch):

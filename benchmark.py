@@ -26,6 +26,7 @@ from pathlib import Path
 import torch
 
 from cli import DEMO, Parser, check_output, note, run
+from costs import head_costs, row_costs
 from engine import Decoder, Generation
 from loading import (
     DTYPES,
@@ -76,7 +77,7 @@ from roofline import (
 )
 from sampling import SamplingConfig
 from tokenizer import Tokenizer
-from tuning import head_costs, in_step, row_costs, settle
+from tuning import in_step, settle
 
 ROWS = (1, 2, 4, 8, 16, 24, 26, 32, 48, 64)
 BEAMS = (1, 4, 8, 10)

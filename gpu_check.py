@@ -27,6 +27,7 @@ from torch import nn
 
 from checkpoint import atomic_file
 from cli import DEMO, note
+from costs import medians
 from eagle_draft import DraftConfig, DraftHead, parse_tree
 from engine import Decoder, Generation
 from generate import load
@@ -37,7 +38,6 @@ from quantized_linear import LINEARS, pack, swap_linears
 from records import bytes_per_round, project_commit
 from roofline import bound, linear_parameters, machine_rates, mode_rate
 from sampling import SamplingConfig
-from tuning import medians
 
 LLAMA_2_7B = ModelConfig(
     vocab_size=32000,

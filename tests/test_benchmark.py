@@ -18,6 +18,7 @@ import gpu_check
 import peers
 import roofline
 import tuning
+from costs import row_costs
 from eagle_draft import parse_tree
 from engine import Decoder
 from model import ModelConfig
@@ -48,7 +49,7 @@ from report import (
 )
 from roofline import CARDS, PRECISIONS, SHAPES
 from sampling import SamplingConfig
-from tuning import Choice, row_costs
+from tuning import Choice
 
 ROOT = Path(benchmark.__file__).parent
 METHOD = {

@@ -23,6 +23,7 @@ from tiny import (
 import acceptance
 import tuning
 from acceptance import Recording
+from costs import Costs, interpolate, medians
 from eagle_draft import (
     EAGLE1_PATHS,
     NO_TREE,
@@ -34,7 +35,7 @@ from eagle_draft import (
 from engine import Decoder
 from generate import load, main
 from sampling import SamplingConfig
-from tuning import Candidate, Choice, Costs, Racer
+from tuning import Candidate, Choice, Racer
 
 PROMPTS = [[1, 2, 3], [5, 6, 9, 2], [7, 3]]
 GREEDY = SamplingConfig()
@@ -184,7 +185,7 @@ def test_cheap_rows_choose_a_large_tree_and_dear_rows_a_small_one(recording):
 
 def test_costs_interpolate_between_what_was_measured():
     costs = Costs({1: 1.0, 3: 2.0, 9: 5.0}, {1: 0.1, 5: 0.5}, first=0.01, learn=0.02)
-    assert [tuning.interpolate(costs.rows, n) for n in (1, 2, 3, 6, 9, 50)] == [
+    assert [interpolate(costs.rows, n) for n in (1, 2, 3, 6, 9, 50)] == [
         1,
         1.5,
         2,
@@ -312,7 +313,7 @@ def test_a_slow_machine_records_fewer_prompts(monkeypatch):
 def test_what_is_measured_takes_turns():
     seen = []
     calls = {name: lambda n=name: seen.append(n) for name in "xyz"}
-    taken = tuning.medians(calls, torch.device("cpu"), repeats=3)
+    taken = medians(calls, torch.device("cpu"), repeats=3)
     assert set(taken) == set("xyz") and all(seconds >= 0 for seconds in taken.values())
     assert seen == list("xxyyzz") + 3 * list("xyz")
 

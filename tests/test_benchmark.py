@@ -21,6 +21,7 @@ import tuning
 from costs import row_costs
 from eagle_draft import parse_tree
 from engine import Decoder
+from methods import TalonMethod
 from model import ModelConfig
 from peers import Run
 from questions import (
@@ -201,7 +202,7 @@ def test_every_cell_is_on_disk_as_soon_as_it_is_measured(finished):
 
 
 def test_an_interruption_reports_what_was_measured(files, tmp_path, monkeypatch, capsys):
-    ran, original = [], benchmark.TalonMethod.start
+    ran, original = [], TalonMethod.start
 
     def interrupted(self, *args):
         ran.append(self.name)
@@ -209,7 +210,7 @@ def test_an_interruption_reports_what_was_measured(files, tmp_path, monkeypatch,
             raise KeyboardInterrupt
         return original(self, *args)
 
-    monkeypatch.setattr(benchmark.TalonMethod, "start", interrupted)
+    monkeypatch.setattr(TalonMethod, "start", interrupted)
     assert run(files, "--tree", "chain:2", "--out", str(tmp_path)) == 130
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     check_report(report)
@@ -727,10 +728,10 @@ def test_the_made_up_head_is_wrong_exactly_after_every_fourth_token():
     assert torch.equal(right, tokens % 4 != 0)
 
 
-def chain_method(name: str, tree: str) -> benchmark.TalonMethod:
+def chain_method(name: str, tree: str) -> TalonMethod:
     model = table_model(cycle_table(24))
     decoder = Decoder(model, 64, table_head(model), parse_tree(tree), compile=False)
-    return benchmark.TalonMethod(name, "g", {0.0: decoder})
+    return TalonMethod(name, "g", {0.0: decoder})
 
 
 def test_a_method_reports_its_own_tree_and_memory():

@@ -35,7 +35,7 @@ lint: $(VENV)/dev.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-$(MODEL)/talon.safetensors: convert_hf_checkpoint.py checkpoint.py | $(VENV)/demo.stamp
+$(MODEL)/talon.safetensors: convert_hf_checkpoint.py talon/checkpoint.py | $(VENV)/demo.stamp
 	$(BIN)/python scripts/get_demo_model.py
 	$(BIN)/python convert_hf_checkpoint.py --checkpoint_dir $(MODEL)
 

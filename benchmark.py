@@ -2,7 +2,6 @@
 
     python benchmark.py --checkpoint_path F --draft_checkpoint_path D --out results/
     python benchmark.py --roofline rtx3090
-    python benchmark.py --gpu_check --out results/
 
 Every method decodes the same prompts with the same budget and stop ids, in one process, in turns:
 all methods on a prompt, then the next prompt, then the next repetition; on a CPU, methods of the
@@ -25,29 +24,23 @@ from pathlib import Path
 
 import torch
 
-from cli import DEMO, Parser, check_output, note, run
-from costs import head_costs, row_costs
-from engine import Decoder
-from loading import (
-    DTYPES,
-    device_name,
-    find_tokenizer,
-    fit_context,
-    pick_device,
-    read_kind,
-)
-from methods import TREES, Loaded, TalonMethod, load_all, our_methods
 from model import ModelConfig
-from peers import NAMES, Run, missing, open_peer, open_peers
-from questions import (
-    BUILT_IN,
-    encode_question,
-    made_up_prompts,
-    read_questions,
-    spread,
+from talon.cli import DEMO, Parser, check_output, note, run
+from talon.decoder import Decoder, in_step
+from talon.loading import DTYPES, device_name, find_tokenizer, fit_context, pick_device, read_kind
+from talon.measuring.methods import (
+    NAMES,
+    TREES,
+    Loaded,
+    Run,
+    TalonMethod,
+    load_all,
+    missing,
+    open_peer,
+    open_peers,
+    our_methods,
 )
-from records import bytes_per_round, project_commit
-from report import (
+from talon.measuring.report import (
     Cell,
     compare_ids,
     complete,
@@ -61,7 +54,7 @@ from report import (
     versions,
     write_reports,
 )
-from roofline import (
+from talon.measuring.roofline import (
     bound,
     linear_parameters,
     machine_rates,
@@ -70,10 +63,13 @@ from roofline import (
     predict,
     roofline_table,
 )
-from sampling import SamplingConfig
-from tuning import in_step
+from talon.prompts import BUILT_IN, encode_question, made_up_prompts, read_questions, spread
+from talon.records import bytes_per_round, project_commit
+from talon.sampling import SamplingConfig
+from talon.tuning.costs import head_costs, row_costs
 
 ROWS = (1, 2, 4, 8, 16, 24, 26, 32, 48, 64)
+
 BEAMS = (1, 4, 8, 10)
 
 
@@ -228,7 +224,6 @@ def parse_args(argv: list[str] | None) -> Namespace:
     add("--out", type=Path, help="directory for results.json, results.md, cells.jsonl and plots")
     add("--readme", type=Path, help="Markdown file whose marked section is to show the results")
     add("--roofline", metavar="CARD", help="print predictions for a card (rtx3090) and stop")
-    add("--gpu_check", action="store_true", help="run the whole check of a GPU and stop")
     return parser.parse_args(argv)
 
 
@@ -412,10 +407,6 @@ def main(argv: list[str] | None = None) -> int:
             sep="\n\n",
         )
         return 0
-    if args.gpu_check:
-        import gpu_check  # imports pytest's runner and the kernels only here
-
-        return gpu_check.check(pick_device(args.device), args.out or Path("results"))
     return compare(args, argv)
 
 

@@ -24,10 +24,17 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from checkpoint import DTYPE_NAMES, TensorSpec, atomic_file, check_weight_file, write_checkpoint
-from head_export import EXPORT_FORMATS, export_head
-from head_formats import is_head, plan_head
-from hf_config import (
+from model import ModelConfig
+from talon.checkpoint import (
+    DTYPE_NAMES,
+    TensorSpec,
+    atomic_file,
+    check_weight_file,
+    write_checkpoint,
+)
+from talon.formats.head_export import EXPORT_FORMATS, export_head
+from talon.formats.head_import import is_head, plan_head
+from talon.formats.hf_config import (
     Settings,
     listed,
     read_biases,
@@ -36,7 +43,7 @@ from hf_config import (
     read_max_length,
     read_rope,
 )
-from hf_folder import (
+from talon.formats.hf_folder import (
     DTYPES,
     INDEX_FILES,
     Conversion,
@@ -45,10 +52,11 @@ from hf_folder import (
     linear_outputs,
     new_directory,
 )
-from model import ModelConfig
 
 ARCHITECTURES = ("LlamaForCausalLM", "LLaMAForCausalLM", "MistralForCausalLM")
+
 MODEL_TYPES = ("llama", "mistral")
+
 # Keys that change the forward, with the values at which they do not. pretraining_tp is not here: it
 # splits the products of a training run and leaves weights and results as they are.
 NEUTRAL_VALUES: dict[str, tuple] = {
@@ -70,6 +78,7 @@ NEUTRAL_VALUES: dict[str, tuple] = {
     "use_qk_norm": (False,),
     "alibi": (False,),
 }
+
 TOKENIZER_FILES = (
     "tokenizer.model",
     "tokenizer.json",

@@ -8,10 +8,7 @@ A head entry at position i is the pair (feature of token i, token i+1). Its cach
 made of true target features; nodes of the tree being grown sit behind them and are overwritten by
 the next round."""
 
-import json
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -23,11 +20,11 @@ from model import (
     KVCache,
     RMSNorm,
     RopeScaling,
+    Transformer,
     causal_mask,
-    rope_table,
     tree_mask,
 )
-from sampling import SamplingState, guess
+from talon.sampling import SamplingState, choose, guess
 
 
 @dataclass(frozen=True)
@@ -176,204 +173,6 @@ class DraftHead(nn.Module):
         return self.output(hidden)
 
 
-@dataclass(frozen=True)
-class Tree:
-    """What to grow and what to keep. `nodes` counts the root and all below it; `levels` every level
-    that a head drafts.
-
-    Growing records candidates in one flat order: the root's `top_k` children, then for each further
-    level the `top_k` children of each of its `beam` expanded nodes. Static trees (chains too) say
-    by flat index which candidates to expand and to keep; the dynamic tree (EAGLE-2, section 4)
-    decides by cumulative score."""
-
-    name: str
-    nodes: int
-    levels: int
-    top_k: int
-    beam: int
-    expand: tuple[tuple[int, ...], ...] | None = None  # static: [levels - 1][beam] flat indices
-    keep: tuple[int, ...] | None = None  # static: [grown - 1] flat indices, ascending
-    lookup: int = 0  # a chain below the root that comes from the text itself: its tokens
-
-    @property
-    def candidates(self) -> int:
-        return self.top_k + (self.levels - 1) * self.beam * self.top_k if self.levels else 0
-
-    @property
-    def needs_head(self) -> bool:
-        return self.levels > 0
-
-    @property
-    def grown(self) -> int:
-        """Nodes of the part that the head grows, the root included."""
-        return self.nodes - self.lookup
-
-    @property
-    def depth(self) -> int:
-        """Drafted tokens that one round can accept at most."""
-        return max(min(self.levels, self.grown - 1), self.lookup)
-
-    @property
-    def reach(self) -> int:
-        """Slots past the committed ones that a round writes at most, of target or head."""
-        return max(self.nodes, self.draft_slots)
-
-    def cache_rows(self, max_seq_length: int, chunk: int) -> int:
-        """Rows of a KV cache: a tree or a padded chunk of the prompt may run past the last legal
-        position, which a round launched ahead passes by depth + 1 before it starts. Nothing past it
-        is ever kept. One row more than any length bucket: a bucket as long as the cache would
-        compile as a constant.
-        """
-        return max_seq_length + max(chunk, self.reach) + self.depth + 2
-
-    @property
-    def draft_slots(self) -> int:
-        """Head cache slots that growing needs behind the committed ones."""
-        return max((self.levels - 1) * self.beam, self.levels + 1)
-
-    def block(self, level: int) -> int:
-        """Flat index of the first candidate of `level` (1 is the root's children)."""
-        return 0 if level == 1 else self.top_k + (level - 2) * self.beam * self.top_k
-
-
-NO_TREE = Tree("none", nodes=1, levels=0, top_k=0, beam=0)
-
-# The 26-node tree of the EAGLE-1 paper (root included), as paths of child ranks.
-EAGLE1_PATHS = [
-    [0], [1], [2], [3],
-    [0, 0], [0, 1], [0, 2], [1, 0], [1, 1], [2, 0], [2, 1], [3, 0],
-    [0, 0, 0], [0, 0, 1], [0, 0, 2], [0, 1, 0], [0, 1, 1], [0, 2, 0], [0, 2, 1], [1, 0, 0],
-    [0, 0, 0, 0], [0, 0, 0, 1], [0, 0, 0, 2],
-    [0, 0, 0, 0, 0], [0, 0, 0, 0, 1],
-]  # fmt: skip
-
-
-def chain(length: int) -> Tree:
-    return static_tree([[0] * depth for depth in range(1, length + 1)], f"chain:{length}")
-
-
-def static_tree(paths: list[list[int]], name: str) -> Tree:
-    """A fixed tree from the rank paths of its nodes; every prefix of a path must be a path too."""
-    ordered = sorted({tuple(path) for path in paths}, key=lambda path: (len(path), path))
-    known = set(ordered)
-    if not ordered or any(
-        not path or min(path) < 0 or max(*path, len(path)) > 64 for path in ordered
-    ):
-        raise ValueError(
-            f"tree {name}: needs non-empty paths of child ranks 0 to 64, 64 levels at most, such "
-            "as [[0], [0, 0]]"
-        )
-    for path in ordered:
-        if len(path) > 1 and path[:-1] not in known:
-            raise ValueError(
-                f"tree {name}: path {list(path)} is given without its parent {list(path[:-1])}"
-            )
-    levels = len(ordered[-1])
-    top_k = 1 + max(rank for path in ordered for rank in path)
-    inner = [sorted({p[:-1] for p in ordered if len(p) == level + 1}) for level in range(1, levels)]
-    beam = max((len(nodes) for nodes in inner), default=1)
-    flat: dict[tuple[int, ...], int] = {(rank,): rank for rank in range(top_k)}
-    expand = []
-    for level, nodes in enumerate(inner):
-        start = top_k + level * beam * top_k
-        expand.append(tuple(flat[node] for node in nodes) + (flat[nodes[0]],) * (beam - len(nodes)))
-        flat |= {
-            (*node, k): start + row * top_k + k
-            for row, node in enumerate(nodes)
-            for k in range(top_k)
-        }
-    keep = tuple(sorted(flat[path] for path in ordered))
-    return Tree(name, len(ordered) + 1, levels, top_k, beam, tuple(expand), keep)
-
-
-def dynamic_tree(nodes: int = 60, levels: int = 6, top_k: int = 10) -> Tree:
-    """EAGLE-2 (arXiv 2406.16858): expand the `top_k` best nodes of each level, keep the nodes - 1
-    best of all.
-    """
-    name = f"dynamic:nodes={nodes},levels={levels},top_k={top_k}"
-    if nodes < 1 or levels < 1 or top_k < 1:
-        raise ValueError(f"tree {name}: nodes, levels and top_k must all be at least 1")
-    if nodes == 1:
-        return NO_TREE
-    tree = Tree(name, nodes, levels, top_k, top_k)
-    if nodes - 1 > tree.candidates:
-        raise ValueError(
-            f"tree {name}: {nodes} nodes are asked for but only {tree.candidates + 1} can be "
-            "grown; "
-            f"lower nodes to {tree.candidates + 1} or raise levels or top_k"
-        )
-    return tree
-
-
-# As in the papers (EAGLE-1 section 4, EAGLE-2 section 5, EAGLE-3 section 5).
-PRESETS = {
-    "eagle1": "static",
-    "eagle2": "dynamic:nodes=60,levels=6,top_k=10",
-    "eagle3": "dynamic:nodes=60,levels=8,top_k=10",
-}
-
-
-def with_lookup(tree: Tree, count: int) -> Tree:
-    """The tree with a chain of `count` looked-up tokens below its root."""
-    name = f"lookup:{count}" if tree == NO_TREE else f"{tree.name}+lookup:{count}"
-    return replace(tree, name=name, nodes=tree.nodes + count, lookup=count)
-
-
-def parse_tree(text: str) -> Tree:
-    """The tree that `--tree TEXT` names: none, lookup:K, or chain:K, static,
-    dynamic:nodes=,levels=,top_k=, FILE.json, each of these also with +lookup:K.
-    """
-    grown, _, count = text.partition("+lookup:")
-    if is_length(count) and grown.partition(":")[0] not in ("auto", "none", "lookup"):
-        return with_lookup(parse_tree(grown), int(count))
-    kind, _, rest = text.partition(":")
-    if text == "none":
-        return NO_TREE
-    if kind == "lookup" and is_length(rest):
-        return with_lookup(NO_TREE, int(rest))
-    if kind == "chain" and is_length(rest):
-        return chain(int(rest))
-    if text == "static":
-        return static_tree(EAGLE1_PATHS, "static")
-    if kind == "dynamic":
-        pairs = [item.partition("=")[::2] for item in rest.split(",") if rest]
-        known = all(key in ("nodes", "levels", "top_k") and is_count(value) for key, value in pairs)
-        if known and len(dict(pairs)) == len(pairs):
-            return dynamic_tree(**{key: int(value) for key, value in pairs})
-    if text.endswith(".json"):
-        return static_tree(read_paths(Path(text)), text)
-    shown = text if len(text) < 60 else f"{text[:60]}..."
-    raise ValueError(
-        f"tree {shown!r} is not known: give auto, none, lookup:K (1 to 64), or chain:K (1 to 64), "
-        "static, dynamic:nodes=60,levels=8,top_k=10, a FILE.json with a list of paths, each of "
-        "these also with +lookup:K"
-    )
-
-
-def is_count(text: str) -> bool:
-    return text.isascii() and text.isdigit() and len(text) < 10
-
-
-def is_length(text: str) -> bool:
-    return is_count(text) and 1 <= int(text) <= 64
-
-
-def read_paths(path: Path) -> list[list[int]]:
-    try:
-        paths = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(
-            f"tree file {path} cannot be read as JSON ({error}): give a list of paths"
-        ) from None
-    if not isinstance(paths, list) or not all(
-        isinstance(p, list) and all(type(rank) is int for rank in p) for p in paths
-    ):
-        raise ValueError(
-            f"tree file {path} must be a list of rank paths, such as [[0], [1], [0, 0]]"
-        )
-    return paths
-
-
 def ancestor_mask(parents: Tensor, levels: int) -> Tensor:
     """[N, N] bool: entry (v, u) says that u is v or an ancestor of v. parents: int64 [N], the
     root's is itself.
@@ -490,111 +289,77 @@ def absorb(
     return hidden[last]
 
 
-class RootOnly:
-    """The draft source of plain decoding: a tree of one node, nothing to learn."""
+def accept(
+    choice: Tensor, tokens: Tensor, parents: Tensor, ancestors: Tensor, rows: int
+) -> tuple[Tensor, Tensor]:
+    """The path of right nodes: its node indices int64 [rows], padded, and its length [1], the root
+    counted.
 
-    tree = NO_TREE
-    feature_layers: tuple[int, ...] = ()
-    state: tuple[Tensor, ...] = ()
-
-    def __init__(self, device: torch.device) -> None:
-        self.parents = torch.zeros(1, dtype=torch.int64, device=device)
-        self.ancestors = torch.ones(1, 1, dtype=torch.bool, device=device)
-
-    def propose(
-        self, root: Tensor, length: Tensor, slots: Tensor, sampling: SamplingState, kind: str
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return root, self.parents, self.ancestors
-
-    def learn(self, *_: object) -> None:
-        pass
-
-    read = learn
+    A node is right if its token is what the target chose after its parent; it is accepted if all
+    its ancestors are right too. The path leads to the deepest accepted node: there are several only
+    where a token was both grown and looked up."""
+    index = torch.arange(tokens.shape[0], device=tokens.device)
+    right = (tokens == choice[parents]) | (index == 0)
+    accepted = ~(ancestors & ~right).any(1)
+    deepest = torch.where(accepted, ancestors.sum(1), 0).argmax(0, keepdim=True)
+    path = ancestors[deepest][0]
+    order = torch.where(path, index, index + tokens.shape[0])  # the path first, in node order
+    return order.sort().indices[:rows], path.sum(0, keepdim=True)
 
 
-class EagleDrafter:
-    """A head, the tree it grows, and the static buffers of both.
+def verify(
+    model: Transformer,
+    cache: KVCache,
+    table: Tensor,
+    nodes: tuple[Tensor, Tensor, Tensor],
+    length: Tensor,
+    slots: Tensor,
+    sampling: SamplingState,
+    kind: str,
+    rows: int,
+    feature_layers: tuple[int, ...],
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    """One forward over a tree's nodes, and what of the tree is right.
 
-    A draft source has `propose` (a tree below the root), `learn` (what turned out true) and `read`
-    (a chunk of the prompt); the round knows no more."""
+    nodes: tokens int64 [N], parents int64 [N], ancestor mask bool [N, N]; table: RoPE table [2, R,
+    D]; length: int64 [1], the committed tokens; slots: int64 [S]. Writes cache slots length ..
+    length + N - 1. Returns the target's choices along the accepted path int64 [rows], the path's
+    node indices int64 [rows], its length int64 [1] (rows past it are padding), and the features [N,
+    C] that a head reads."""
+    tokens, parents, ancestors = nodes
+    depth = ancestors.sum(1) - 1  # a node's depth is its number of proper ancestors
+    own = length + torch.arange(tokens.shape[0], device=tokens.device)
+    mask = tree_mask(length, ancestors, slots)
+    x, features = model(
+        model.tok_embeddings(tokens), table[:, length + depth], own, mask, cache, feature_layers
+    )
+    hidden = model.norm(x)
+    choice = choose(model.output(hidden), length + depth + 1, sampling, kind)
+    path, count = accept(choice, tokens, parents, ancestors, rows)
+    return choice[path], path, count, features or [hidden]
 
-    def __init__(
-        self, head: DraftHead, tree: Tree, rows: int, compiled: Callable[[Callable], Callable]
-    ) -> None:
-        self.head, self.tree = head, tree
-        c, device, dtype = head.config, head.d2t.device, head.layer.ffn_norm.weight.dtype
-        self.feature_layers = c.feature_layers or ()
-        self.cache = KVCache(1, c.n_kv_head, rows, c.head_dim, dtype).to(device)
-        self.table = rope_table(rows, c.head_dim, c.rope_theta, c.rope_scaling).to(device)
-        self.hidden = torch.zeros(1, c.dim, dtype=dtype, device=device)
-        self.state = (self.hidden,)  # what a round writes and a rehearsed one must give back
-        self.steps = torch.arange(tree.levels, device=device)
-        self.unseen = torch.zeros(
-            tree.beam, (tree.levels - 1) * tree.beam, dtype=torch.bool, device=device
-        )
-        self.all_rows = torch.arange(rows, device=device)
-        self.static = tree.keep is not None
-        if self.static:
-            self.keep = torch.tensor(tree.keep, device=device)
-            expand = torch.tensor(tree.expand, device=device).view(tree.levels - 1, tree.beam)
-            blocks = [tree.block(level) for level in range(1, tree.levels)]
-            self.expand = expand - torch.tensor(blocks, device=device)[:, None]  # in their level
-            flat_parents = self.candidate_parents(list(expand))
-            self.parents = node_parents(self.keep, flat_parents)
-            self.ancestors = ancestor_mask(self.parents, tree.levels)
-        self.root_children, self.grow_level = compiled(root_children), compiled(grow_level)
-        self.select, self.absorb = compiled(select), compiled(absorb)
-        # As in the engine's prefill.
-        self.absorb_chunk = self.absorb if device.type == "cuda" else absorb
 
-    def candidate_parents(self, beams: list[Tensor]) -> Tensor:
-        """int64 [M]: flat index of every candidate's parent, -1 for the root; `beams` as flat
-        indices per level.
-        """
-        children = [beam.repeat_interleave(self.tree.top_k) for beam in beams]
-        first = torch.full((self.tree.top_k,), -1, device=self.hidden.device)
-        return torch.cat([first, *children])
+def read_chunk(
+    model: Transformer,
+    cache: KVCache,
+    table: Tensor,
+    tokens: Tensor,
+    start: Tensor,
+    last: Tensor,
+    slots: Tensor,
+    sampling: SamplingState,
+    kind: str,
+    feature_layers: tuple[int, ...],
+) -> tuple[Tensor, list[Tensor]]:
+    """One forward over a chunk of the prompt, tokens int64 [T] from position `start` int64 [1] on.
 
-    def propose(
-        self, root: Tensor, length: Tensor, slots: Tensor, sampling: SamplingState, kind: str
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Grow and select. Returns tokens int64 [N], node parents int64 [N] and ancestor mask bool
-        [N, N].
-        """
-        tree = self.tree
-        sizes = tree.beam, tree.top_k
-        scores, tokens, hidden = self.root_children(
-            self.head, self.hidden, length, sampling, kind, sizes
-        )
-        all_scores, all_tokens, beams = [scores[: tree.top_k]], [tokens[: tree.top_k]], []
-        above = scores, tokens, hidden, self.unseen
-        for level in range(1, tree.levels):
-            rows, above = self.grow_level(
-                self.head, self.expand[level - 1] if self.static else None, above,
-                self.steps[level - 1 : level], length, slots, self.table, self.cache.layer(0),
-                sampling, kind, sizes,
-            )  # fmt: skip
-            all_scores.append(above[0])
-            all_tokens.append(above[1])
-            if not self.static:  # a static tree's parents are known
-                beams.append(rows + tree.block(level))
-        if self.static:
-            drafted = torch.cat(all_tokens)[self.keep]
-            return torch.cat((root, drafted)), self.parents, self.ancestors
-        drafted, parents, ancestors = self.select(
-            torch.cat(all_tokens), torch.cat(all_scores), self.candidate_parents(beams),
-            tree.grown - 1, tree.levels,
-        )  # fmt: skip
-        return torch.cat((root, drafted)), parents, ancestors
-
-    def learn(self, *entries: list[Tensor] | Tensor) -> None:
-        """Catch up after a round, with the arguments of `absorb` from `features` to `slots`."""
-        self.take_in(self.absorb, *entries)
-
-    def read(self, *entries: list[Tensor] | Tensor) -> None:
-        """The same for a chunk of the prompt."""
-        self.take_in(self.absorb_chunk, *entries)
-
-    def take_in(self, region: Callable, *entries: list[Tensor] | Tensor) -> None:
-        """The head's state at the last true entry starts the next tree."""
-        self.hidden.copy_(region(self.head, *entries, self.table, self.cache.layer(0)))
+    Returns the token chosen after row `last` int64 [1], whose logits are the only ones computed,
+    and the features."""
+    own = start + torch.arange(tokens.shape[0], device=tokens.device)
+    mask = causal_mask(start, tokens.shape[0], slots)
+    x, features = model(
+        model.tok_embeddings(tokens), table[:, own], own, mask, cache, feature_layers
+    )
+    hidden = model.norm(x)
+    choice = choose(model.output(hidden[last]), start + last + 1, sampling, kind)
+    return choice, features or [hidden]

@@ -7,7 +7,6 @@ Leaves out: the engine that programs import from here (text.py), how a round wor
 a checkpoint may hold (convert_hf_checkpoint.py).
 """
 
-import math
 import os
 import platform
 import sys
@@ -18,62 +17,18 @@ from pathlib import Path
 
 import torch
 
-from cli import DEMO, Parser, check_output, note, run
-from eagle_draft import Tree
-from engine import Decoder, full_logits
-from loading import DTYPES, find_tokenizer, fit_context, read_kind
 from model import ModelConfig
-from records import compilations, describe, project_commit, sample_record, write_json
-from sampling import SamplingConfig, perturb
-from text import Engine, TextGeneration, check_ends, check_text, encode, load
-from tokenizer import TOKENIZER_FILES, Tokenizer
+from talon.checking import check_sample
+from talon.cli import DEMO, Parser, check_output, note, run
+from talon.decoder import Decoder
+from talon.loading import DTYPES, find_tokenizer, fit_context, read_kind
+from talon.records import compilations, describe, project_commit, sample_record, write_json
+from talon.sampling import SamplingConfig
+from talon.text import Engine, TextGeneration, check_ends, check_text, encode, load
+from talon.tokenizer import TOKENIZER_FILES, Tokenizer
+from talon.trees import Tree
 
 __all__ = ["Engine", "TextGeneration", "load", "main"]
-
-
-# ---------------------------------------------------------------- the check against plain decoding
-
-
-def check_sample(plain: Decoder, text: TextGeneration) -> dict:
-    """Decode the same prompt plainly, to the same end, and compare ids. `gap`: how much higher the
-    plain token's value is than the drafted one's where they first differ, in the logits (or noisy
-    logits) that plain decoding chose by; None where one text only ends earlier or a filter excludes
-    the drafted token.
-    """
-    run, engine = text.generation, text.engine
-    alone = Engine(plain, engine.tokenizer, tuple(engine.eos_ids), engine.card)
-    again = TextGeneration(alone, run.ids, run.sampling, run.budget, text.stop_ids, text.stop)
-    for _ in again:
-        pass
-    again = again.generation
-    if run.tokens == again.tokens:
-        return {"identical": True, "first_difference": None, "gap": None}
-    shorter = min(len(run.tokens), len(again.tokens))
-    first = next((i for i in range(shorter) if run.tokens[i] != again.tokens[i]), shorter)
-    if first == shorter:
-        return {"identical": False, "first_difference": first, "gap": None}
-    ids = run.ids + again.tokens[:first]
-    gap = choice_gap(plain, ids, again.tokens[first], run.tokens[first], run.sampling)
-    return {"identical": False, "first_difference": first, "gap": gap}
-
-
-def choice_gap(
-    plain: Decoder, ids: list[int], chosen: int, other: int, sampling: SamplingConfig
-) -> float | None:
-    """How much higher `chosen` stands than `other` after `ids`, in the values that are chosen by;
-    None: infinitely.
-    """
-    logits = full_logits(plain.model, ids)[-1:]
-    tokens, position = torch.arange(logits.shape[1]), torch.tensor([len(ids)])
-    if sampling.kind != "greedy":
-        plain.sampling.set(sampling)
-        values, columns = perturb(
-            logits, position.to(logits.device), tokens.to(logits.device), plain.sampling,
-            sampling.kind, logits.shape[1],
-        )  # fmt: skip
-        logits = torch.empty_like(values).scatter_(1, columns, values)
-    gap = float(logits[0, chosen] - logits[0, other])
-    return gap if math.isfinite(gap) else None
 
 
 # ---------------------------------------------------------------- the command line

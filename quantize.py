@@ -22,113 +22,29 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from checkpoint import Checkpoint, read_checkpoint, write_checkpoint
-from cli import Parser, check_output, run
 from model import KVCache, ModelConfig, RMSNorm, TransformerBlock, causal_mask, rope_table
-from quantized_linear import (
+from talon.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
+from talon.cli import Parser, check_output, run
+from talon.kernels.linear import (
     GROUPSIZE,
     GROUPSIZES,
     LINEARS,
     TINY,
     pack,
-    pack_int4,
+    quantize_int4,
+    quantize_int8,
     round_rows,
     swap_linears,
 )
-from tokenizer import load_tokenizer
+from talon.prompts import DATA
+from talon.tokenizer import load_tokenizer
 
-ASSETS = Path(__file__).with_name("assets")
 WINDOW = 512  # tokens that calibration and evaluation read at once
+
 EMBEDDING = "tok_embeddings.weight"
+
 # int8-dynamic: where int8 activations put a kind of layer's outputs off by more, it stays in int8.
 MOST_ERROR = 0.0175
-
-# ---------------------------------------------------------------- numbers
-
-
-def quantize_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """int8 [out, in] and scales fp32 [out], symmetric; a row of zeros gets scale 0."""
-    weight = weight.float()
-    scales = weight.abs().amax(1) / 127
-    steps = torch.where(scales[:, None] > 0, weight / scales[:, None], 0)
-    return steps.round().clamp(-127, 127).to(torch.int8), scales
-
-
-def quantize_int4(
-    weight: Tensor, groupsize: int, importance: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Packed uint8 [out, Ip/2], scales and zeros bf16 [out, Ip/groupsize].
-
-    importance: fp32 [in], how much a squared error in each column matters.
-    """
-    out, width = weight.shape
-    padding = -width % groupsize
-    if importance is None:
-        importance = torch.ones(width)
-    share = F.pad(importance, (0, padding)).view(1, -1, groupsize)
-    rows = max(1, (1 << 18) // (width + padding))  # parts that stay in a CPU's cache
-    parts = []
-    for part in F.pad(weight.float(), (0, padding)).split(rows):
-        groups = part.view(len(part), -1, groupsize)
-        parts.append(fit_groups(groups, share))
-    steps, scales, zeros = (torch.cat(column) for column in zip(*parts, strict=True))
-    packed = pack_int4(steps.to(torch.uint8).view(out, -1), groupsize)
-    return packed, scales.bfloat16().view(out, -1), zeros.bfloat16().view(out, -1)
-
-
-class Grid(NamedTuple):
-    """A 4-bit grid of each group: weight = (step - 8) * scale + zero. All fp32 [..., g or 1]."""
-
-    steps: Tensor
-    scale: Tensor
-    zero: Tensor
-
-
-def fit_groups(groups: Tensor, share: Tensor) -> Grid:
-    """The grids with the least weighted squared error of several.
-
-    groups: fp32 [..., g]; share: the weights of the errors, fp32, broadcast over it. The candidates
-    shrink the range by up to a quarter, since a few clipped weights cost less than a coarse grid;
-    the best of them is then refined by least squares.
-    """
-    low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
-    middle, half = (low + high) / 2, (high - low) / 2
-    unit = torch.where(half > 0, half, 1)  # squares of very small or large weights would not fit
-    best, least = None, None
-    for shrink in (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, None, None):
-        if shrink is None:
-            scale, zero = regress(groups, best.steps, share)
-        else:
-            scale, zero = shrink * half / 7.5, middle + shrink * half / 15
-        grid = round_groups(groups, low == high, scale, zero)
-        error = (grid.steps - 8).mul_(grid.scale).add_(grid.zero).sub_(groups)
-        error = error.div_(unit).square_().mul_(share).sum(-1, keepdim=True)
-        if best is None:
-            best, least = grid, error
-        closer = error < least
-        best = Grid(*(torch.where(closer, new, old) for new, old in zip(grid, best, strict=True)))
-        least = torch.minimum(least, error)
-    return best
-
-
-def round_groups(groups: Tensor, flat: Tensor, scale: Tensor, zero: Tensor) -> Grid:
-    """Round to the nearest step, with scale and zero as bf16 can hold them."""
-    zero = zero.bfloat16().float()
-    # Where all weights are equal the scale is free: let it carry what bf16 cuts off the zero.
-    scale = torch.where(flat, groups[..., :1] - zero, scale).bfloat16().float()
-    steps = torch.where(scale == 0, 0, (groups - zero) / scale).round_().add_(8).clamp_(0, 15)
-    return Grid(steps, scale, zero)
-
-
-def regress(groups: Tensor, steps: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
-    """Scale and zero that minimise the weighted squared error for given steps."""
-    share = share / share.sum(-1, keepdim=True).clamp_min(TINY)
-    x = steps - 8
-    x_mean, w_mean = ((t * share).sum(-1, keepdim=True) for t in (x, groups))
-    x = x - x_mean
-    spread = (x.square() * share).sum(-1, keepdim=True)
-    scale = (x * (groups - w_mean) * share).sum(-1, keepdim=True) / spread.clamp_min(1e-12)
-    return scale, w_mean - scale * x_mean
 
 
 # ---------------------------------------------------------------- a target, block by block
@@ -138,7 +54,7 @@ Watch = Callable[[str, nn.Linear, Tensor], None]  # sees a layer's name, the lay
 
 def read_text(checkpoint: Checkpoint, name: str) -> list[int]:
     """Token ids of a text that ships with the project."""
-    text = (ASSETS / name).read_text(encoding="utf-8")
+    text = (DATA / name).read_text(encoding="utf-8")
     return load_tokenizer(checkpoint.path.parent).encode(text)
 
 

@@ -21,33 +21,26 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from tqdm import tqdm
 
-import cli
-from checkpoint import Checkpoint, atomic_file
-from cli import note
-from draft_build import (
-    build_head,
-    draft_vocabulary,
-    head_config,
-    read_head,
-)
-from draft_data import Conversation, Recipe, prepare_data
-from draft_eval import answer_greedily, read_questions, replay, summarise
-from draft_run import HEAD_FILE, STATE_FILE, Run, plot, rounded, target_mark
-from draft_unroll import Settings, Teacher
 from eagle_draft import DraftConfig
-from loading import (
-    find_tokenizer,
-    fit_tree,
-    load_head,
-    load_target,
-    pick_device,
-    read_kind,
-)
 from model import ModelConfig, Transformer
-from tokenizer import Tokenizer
+from talon import cli
+from talon.checkpoint import Checkpoint, atomic_file
+from talon.cli import note
+from talon.loading import find_tokenizer, fit_tree, load_head, load_target, pick_device, read_kind
+from talon.prompts import read_prompts
+from talon.tokenizer import Tokenizer
+from talon.training.batched import answer_greedily
+from talon.training.conversations import Conversation
+from talon.training.evaluation import replay, summarise
+from talon.training.head import build_head, draft_vocabulary, head_config, read_head
+from talon.training.losses import Settings, Teacher
+from talon.training.run import HEAD_FILE, STATE_FILE, Run, plot, rounded, target_mark
+from talon.training.self_talk import Recipe, prepare_data
 
 EVALUATION_FILE = "evaluation.json"
+
 BOTH = {"checkpoint_path", "out", "device"}  # what training and measuring read
+
 MEASURING = {"evaluate", "trees", "new_tokens"}
 
 
@@ -284,7 +277,7 @@ def evaluate(args: argparse.Namespace, device: torch.device) -> int:
         raise ValueError(
             f"no tokenizer lies beside {file.path}: questions are text, copy tokenizer.json there"
         )
-    questions = read_questions(args.evaluate, tokenizer)
+    questions = read_prompts(args.evaluate, tokenizer)
     room = config.max_seq_length - max(map(len, questions))
     if args.new_tokens > room:
         raise ValueError(

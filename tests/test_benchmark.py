@@ -15,26 +15,12 @@ from tiny import GOLDEN, converted, cycle_table, random_model, table_head, table
 
 import benchmark
 import gpu_check
-import peers
-import roofline
-import tuning
-from costs import row_costs
-from eagle_draft import parse_tree
-from engine import Decoder
-from methods import TalonMethod
 from model import ModelConfig
-from peers import Run
-from questions import (
-    BUILT_IN,
-    TUNING,
-    Question,
-    encode_question,
-    made_up_prompts,
-    read_questions,
-    spread,
-    tuning_prompts,
-)
-from report import (
+from talon.decoder import Decoder
+from talon.measuring import methods as peers
+from talon.measuring import roofline
+from talon.measuring.methods import Run, TalonMethod
+from talon.measuring.report import (
     BEGIN,
     END,
     Cell,
@@ -48,9 +34,22 @@ from report import (
     typical,
     update_readme,
 )
-from roofline import CARDS, PRECISIONS, SHAPES
-from sampling import SamplingConfig
-from tuning import Choice
+from talon.measuring.roofline import CARDS, PRECISIONS, SHAPES
+from talon.prompts import (
+    BUILT_IN,
+    TUNING,
+    Question,
+    encode_question,
+    made_up_prompts,
+    read_questions,
+    spread,
+    tuning_prompts,
+)
+from talon.sampling import SamplingConfig
+from talon.trees import parse_tree
+from talon.tuning import choice as tuning
+from talon.tuning.choice import Choice
+from talon.tuning.costs import row_costs
 
 ROOT = Path(benchmark.__file__).parent
 METHOD = {
@@ -714,7 +713,7 @@ def test_the_gpu_check_needs_a_gpu(tmp_path):
     if torch.cuda.is_available():
         pytest.skip("needs a machine without a GPU")
     with pytest.raises(ValueError, match="needs a GPU"):
-        benchmark.main(["--gpu_check", "--out", str(tmp_path)])
+        gpu_check.main(["--out", str(tmp_path)])
 
 
 def test_the_made_up_head_is_wrong_exactly_after_every_fourth_token():

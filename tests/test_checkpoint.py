@@ -9,13 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from checkpoint import (
-    TensorSpec,
-    atomic_file,
-    read_checkpoint,
-    read_header,
-    write_checkpoint,
-)
+from talon.checkpoint import TensorSpec, atomic_file, read_checkpoint, read_header, write_checkpoint
 
 TENSORS = {
     "odd": torch.arange(15, dtype=torch.int8).reshape(3, 5),

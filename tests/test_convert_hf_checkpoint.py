@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from checkpoint import Checkpoint, read_checkpoint
 from convert_hf_checkpoint import main
+from talon.checkpoint import Checkpoint, read_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
 GOLDEN = ROOT / "tests" / "data" / "golden"
@@ -850,7 +850,7 @@ def test_an_interrupt_is_quiet_and_leaves_nothing(tmp_path, capsys, monkeypatch)
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("hf_folder.Conversion._build", interrupt)
+    monkeypatch.setattr("talon.formats.hf_folder.Conversion._build", interrupt)
     before = sorted(os.listdir(tmp_path))
     assert main(["--checkpoint_dir", str(tmp_path)]) == 130
     assert capsys.readouterr().err == "" and sorted(os.listdir(tmp_path)) == before
@@ -862,7 +862,7 @@ def test_a_full_disk_leaves_nothing(tmp_path, capsys, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("checkpoint._write_bytes", full)
+    monkeypatch.setattr("talon.checkpoint._write_bytes", full)
     refusal(capsys, tmp_path, "No space left")
 
 

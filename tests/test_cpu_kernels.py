@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import cpu_kernels
 from model import attend
+from talon.kernels import cpu_kernels
 
 ROOT = Path(__file__).resolve().parent.parent
 SIZES = [(576, 960), (1536, 576), (64, 48), (37, 19), (100, 65), (7, 3), (1, 1)]
@@ -197,7 +197,7 @@ def test_fast_linears_share_the_weights_and_keep_the_numbers():
 def test_every_instruction_set_gives_right_products(without):
     """Compiled for a lesser CPU than this one, in a process of its own."""
     code = f"""
-import cpu_kernels
+from talon.kernels import cpu_kernels
 cpu_kernels.FLAGS += {tuple(without.split())}
 import test_cpu_kernels as t
 t.setup_module()

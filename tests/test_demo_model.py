@@ -15,7 +15,7 @@ from tokenizers import Tokenizer as JsonTokenizer
 from torch import Tensor
 
 import get_demo_model as demo
-from tokenizer import load_tokenizer
+from talon.tokenizer import load_tokenizer
 
 DIM, HEADS, KV_HEADS, HEAD_DIM, INNER, LAYERS = 64, 4, 2, 16, 96, 2
 TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *"0123456789abcdeĠ", "ab", "Ġab", "12"]

@@ -6,19 +6,9 @@ import pytest
 import torch
 from tiny import random_head, random_model
 
-from eagle_draft import (
-    EAGLE1_PATHS,
-    NO_TREE,
-    ancestor_mask,
-    chain,
-    default_feature_layers,
-    dynamic_tree,
-    node_parents,
-    parse_tree,
-    select,
-    static_tree,
-)
+from eagle_draft import ancestor_mask, default_feature_layers, node_parents, select
 from model import KVCache, causal_mask, rope_table
+from talon.trees import EAGLE1_PATHS, NO_TREE, chain, dynamic_tree, parse_tree, static_tree
 
 
 def slow_select(scores, parents, count):

@@ -18,10 +18,13 @@ from tiny import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from eagle_draft import Tree, ancestor_mask, parse_tree, static_tree
-from engine import Decoder, compile_region, full_logits, slow_greedy
+from eagle_draft import ancestor_mask
 from model import RMSNorm
-from sampling import SamplingConfig
+from talon.checking import full_logits, slow_greedy
+from talon.decoder import Decoder
+from talon.graphs import compile_region
+from talon.sampling import SamplingConfig
+from talon.trees import Tree, parse_tree, static_tree
 
 PROMPT = [3, 17, 99, 4]
 SAMPLINGS = {

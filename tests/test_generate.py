@@ -22,16 +22,17 @@ from tiny import random_head, random_model, table_head, table_model
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as JsonTokenizer
 
-import engine as engine_module
-import text as text_module
-from checkpoint import TensorSpec, read_checkpoint, write_checkpoint
-from cli import run
 from convert_hf_checkpoint import convert
-from eagle_draft import NO_TREE
-from engine import Decoder
-from generate import Engine, load, main
-from loading import fit_tree
-from tokenizer import load_tokenizer
+from generate import main
+from talon import decoder as engine_module
+from talon import text as text_module
+from talon.checkpoint import TensorSpec, read_checkpoint, write_checkpoint
+from talon.cli import run
+from talon.decoder import Decoder
+from talon.loading import fit_tree
+from talon.text import Engine, load
+from talon.tokenizer import load_tokenizer
+from talon.trees import NO_TREE
 
 ROOT = Path(__file__).resolve().parent.parent
 BOS, START, END, STOP = SPECIAL = ("<|bos|>", "<|start|>", "<|end|>", "<|stop|>")

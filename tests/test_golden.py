@@ -9,9 +9,10 @@ import torch
 from safetensors.torch import load_file
 from tiny import GOLDEN, converted
 
-from engine import Generation, full_logits
-from generate import load
-from sampling import SamplingConfig
+from talon.checking import full_logits
+from talon.decoder import Generation
+from talon.sampling import SamplingConfig
+from talon.text import load
 
 SETS = {
     "eagle1_static_seed0": "static",

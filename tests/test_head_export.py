@@ -23,9 +23,9 @@ from test_head_formats import (
     nested,
 )
 
-import head_export
-from checkpoint import Checkpoint, TensorSpec, read_checkpoint, write_checkpoint
 from convert_hf_checkpoint import main
+from talon.checkpoint import Checkpoint, TensorSpec, read_checkpoint, write_checkpoint
+from talon.formats import head_export
 
 
 def export(head: Checkpoint, out: Path, *flags: str) -> Path:

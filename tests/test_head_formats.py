@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from checkpoint import Checkpoint, read_checkpoint
 from convert_hf_checkpoint import main
 from eagle_draft import DraftConfig
+from talon.checkpoint import Checkpoint, read_checkpoint
 
 GOLDEN = Path(__file__).resolve().parent / "data" / "golden"
 DIM, INNER, HEADS, KV, VOCAB, DRAFT = 16, 24, 4, 2, 64, 12

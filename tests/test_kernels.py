@@ -11,10 +11,10 @@ import pytest
 import torch
 
 triton = pytest.importorskip("triton")
-kernels = pytest.importorskip("kernels")
 
-from quantize import quantize_int4, quantize_int8  # noqa: E402
-from quantized_linear import unpack_int4  # noqa: E402
+# ruff: noqa: E402
+from talon.kernels import triton_kernels as kernels
+from talon.kernels.linear import quantize_int4, quantize_int8, unpack_int4
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARED_MEMORY = 99 * 1024  # of one block on sm_86

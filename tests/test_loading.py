@@ -7,11 +7,12 @@ import pytest
 import torch
 from torch import nn
 
-from checkpoint import Checkpoint, TensorSpec
-from eagle_draft import DraftConfig, DraftHead, parse_tree
-from loading import MemoryPlan, plan_memory
+from eagle_draft import DraftConfig, DraftHead
 from model import ModelConfig, Transformer
-from quantized_linear import LINEARS
+from talon.checkpoint import Checkpoint, TensorSpec
+from talon.kernels.linear import LINEARS
+from talon.loading import MemoryPlan, plan_memory
+from talon.trees import parse_tree
 
 RTX_3090 = 24 * 2**30 - 600 * 2**20  # what a display-free card leaves to a program
 LLAMA2_13B = ModelConfig(32000, 5120, 40, 40, 40, 128, 13824, 1e-5, 4096)

@@ -17,13 +17,14 @@ from tiny import (
     table_model,
 )
 
-from eagle_draft import NO_TREE, ancestor_mask, parse_tree
-from engine import Decoder, accept
-from fallback import FIRST_PAUSE, LONGEST_PAUSE, PATIENCE, Pace
-from generate import load
-from loading import fit_tree
-from lookup_draft import look_up, remember
-from sampling import SamplingConfig
+from eagle_draft import accept, ancestor_mask
+from talon.decoder import Decoder
+from talon.drafters import look_up, remember
+from talon.fallback import FIRST_PAUSE, LONGEST_PAUSE, PATIENCE, Pace
+from talon.loading import fit_tree
+from talon.sampling import SamplingConfig
+from talon.text import load
+from talon.trees import NO_TREE, parse_tree
 
 SAMPLINGS = {
     "greedy": SamplingConfig(),

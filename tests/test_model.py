@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file
 from tiny import GOLDEN, converted, decode, eager, random_model
 
-from engine import full_logits, slow_greedy
-from generate import load
 from model import KVCache, RopeScaling, causal_mask, rope_frequencies, rope_table, rotate, tree_mask
+from talon.checking import full_logits, slow_greedy
+from talon.text import load
 
 PARITY = ["gqa_llama3rope_sharded_eoslist", "headdim_bias_ropeparams", "tied_linear_binonly"]
 

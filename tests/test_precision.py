@@ -3,10 +3,10 @@
 import pytest
 from tiny import GOLDEN, converted, decode
 
-from eagle_draft import parse_tree
-from engine import Decoder
-from generate import load
 from quantize import quantize_checkpoint
+from talon.decoder import Decoder
+from talon.text import load
+from talon.trees import parse_tree
 
 SETS = {"eagle1": "eagle1_static_seed0", "eagle3": "eagle3_tiny_seed0"}
 TARGETS = ("fp32", "bf16", "fp16", "int8", "int8-dynamic", "int4")

@@ -12,10 +12,19 @@ from tiny import random_head, random_model
 from torch import nn
 
 import quantize
-from checkpoint import TensorSpec, read_checkpoint, write_checkpoint
 from model import ModelConfig, Transformer
-from quantize import Plan, quantize_checkpoint, quantize_int4, quantize_int8, quantize_weight
-from quantized_linear import LINEARS, pack, pack_int4, swap_linears, unpack_int4, unpacked
+from quantize import Plan, quantize_checkpoint, quantize_weight
+from talon.checkpoint import TensorSpec, read_checkpoint, write_checkpoint
+from talon.kernels.linear import (
+    LINEARS,
+    pack,
+    pack_int4,
+    quantize_int4,
+    quantize_int8,
+    swap_linears,
+    unpack_int4,
+    unpacked,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 CPU = torch.device("cpu")

@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file
 from tiny import GOLDEN, converted
 
-from engine import full_logits
-from generate import load
-from sampling import SamplingConfig, SamplingState, choose, guess, gumbel, perturb
+from talon.checking import full_logits
+from talon.sampling import SamplingConfig, SamplingState, choose, guess, gumbel, perturb
+from talon.text import load
 
 DRAWS = 20_000
 

@@ -10,7 +10,7 @@ from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 from tokenizers import Tokenizer as JsonTokenizer
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from tokenizer import StreamDecoder, Tokenizer, load_tokenizer
+from talon.tokenizer import StreamDecoder, Tokenizer, load_tokenizer
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog, and the dog sleeps on.",

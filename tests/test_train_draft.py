@@ -17,18 +17,19 @@ from tokenizers import decoders, models, pre_tokenizers
 from torch import nn
 
 import train_draft
-from checkpoint import TensorSpec, read_checkpoint, write_checkpoint
-from draft_build import borrow, build_head, head_config
-from draft_data import Conversation, read_conversations, tokenise
-from draft_unroll import Batch, Settings, Teacher, Unrolled, UnrolledAttention, ahead
-from eagle_draft import DraftHead, chain, dynamic_tree
-from engine import Decoder, Generation
-from loading import load_head, load_target, read_kind
+from eagle_draft import DraftHead
 from model import Attention, KVCache, ModelConfig, Transformer, causal_mask, rope_table
 from quantize import quantize_checkpoint
-from quantized_linear import Int8Linear
-from sampling import SamplingConfig
-from tokenizer import load_tokenizer
+from talon.checkpoint import TensorSpec, read_checkpoint, write_checkpoint
+from talon.decoder import Decoder, Generation
+from talon.kernels.linear import Int8Linear
+from talon.loading import load_head, load_target, read_kind
+from talon.sampling import SamplingConfig
+from talon.tokenizer import load_tokenizer
+from talon.training.conversations import Conversation, read_conversations, tokenise
+from talon.training.head import borrow, build_head, head_config
+from talon.training.losses import Batch, Settings, Teacher, Unrolled, UnrolledAttention, ahead
+from talon.trees import chain, dynamic_tree
 
 VOCAB, ROOT = 300, Path(__file__).parent.parent
 TEMPLATE = (

@@ -20,22 +20,16 @@ from tiny import (
     table_model,
 )
 
-import acceptance
-import tuning
-from acceptance import Recording
-from costs import Costs, interpolate, medians
-from eagle_draft import (
-    EAGLE1_PATHS,
-    NO_TREE,
-    dynamic_tree,
-    parse_tree,
-    static_tree,
-    with_lookup,
-)
-from engine import Decoder
-from generate import load, main
-from sampling import SamplingConfig
-from tuning import Candidate, Choice, Racer
+from generate import main
+from talon.decoder import Decoder
+from talon.sampling import SamplingConfig
+from talon.text import load
+from talon.trees import EAGLE1_PATHS, NO_TREE, dynamic_tree, parse_tree, static_tree, with_lookup
+from talon.tuning import acceptance
+from talon.tuning import choice as tuning
+from talon.tuning.acceptance import Recording
+from talon.tuning.choice import Candidate, Choice, Racer
+from talon.tuning.costs import Costs, interpolate, medians
 
 PROMPTS = [[1, 2, 3], [5, 6, 9, 2], [7, 3]]
 GREEDY = SamplingConfig()

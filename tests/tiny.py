@@ -6,10 +6,11 @@ from pathlib import Path
 import torch
 
 from convert_hf_checkpoint import convert
-from eagle_draft import DraftConfig, DraftHead, Tree
-from engine import Decoder, Generation
+from eagle_draft import DraftConfig, DraftHead
 from model import ModelConfig, Transformer
-from sampling import GREEDY, SamplingConfig
+from talon.decoder import Decoder, Generation
+from talon.sampling import GREEDY, SamplingConfig
+from talon.trees import Tree
 
 GOLDEN = Path(__file__).parent / "data" / "golden"
 TREES = (

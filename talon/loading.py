@@ -1,0 +1,410 @@
+"""From files to modules: read, check, fit together, and plan the memory before anything is loaded.
+
+Nothing is inferred from a name and nothing is left to chance: every parameter has its tensor, from
+its own file or borrowed from the target by rule; what does not fit is refused with both numbers.
+Leaves out: reading other projects' files (convert_hf_checkpoint.py), decoding (engine.py)."""
+
+import platform
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from eagle_draft import DraftConfig, DraftHead, default_feature_layers
+from model import ModelConfig, Transformer
+from talon.checkpoint import Checkpoint, read_checkpoint
+from talon.kernels.linear import QuantizedLinear, pack, swap_linears
+from talon.tokenizer import TOKENIZER_FILES, Tokenizer, load_tokenizer
+from talon.trees import NO_TREE, PRESETS, Tree, parse_tree
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+# ---------------------------------------------------------------- where and how precisely
+
+
+def pick_device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"device {name!r} is not known: give auto, cpu or cuda") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(
+            "device cuda was asked for but torch finds no GPU: give --device cpu or auto"
+        )
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device {name!r} is not supported: give auto, cpu or cuda")
+    return device
+
+
+def pick_dtype(name: str, device: torch.device) -> torch.dtype:
+    """auto: fp32 on a CPU, where it is exact and not slower; on a GPU bf16, or fp16 where bf16 is
+    emulated.
+    """
+    if name not in ("auto", *DTYPES):
+        raise ValueError(f"dtype {name!r} is not known: give auto, {', '.join(DTYPES)}")
+    if name != "auto":
+        return DTYPES[name]
+    if device.type == "cpu":
+        return torch.float32
+    return torch.bfloat16 if torch.cuda.get_device_capability(device)[0] >= 8 else torch.float16
+
+
+def device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    level = torch.backends.cpu.get_cpu_capability()
+    return f"cpu ({platform.machine()}, {torch.get_num_threads()} threads, {level})"
+
+
+def precision_name(file: Checkpoint, precision: torch.dtype) -> str:
+    mode = (file.quantization or {}).get("mode")
+    return "/".join(
+        filter(None, (mode, next(name for name, value in DTYPES.items() if value == precision)))
+    )
+
+
+# ---------------------------------------------------------------- files
+
+
+def read_kind(path: str | Path, kind: str) -> Checkpoint:
+    """Read a file's header and refuse a head where a target belongs, and the reverse."""
+    checkpoint = read_checkpoint(path)
+    if checkpoint.kind != kind:
+        flag = {"target": "--draft_checkpoint_path", "draft": "--checkpoint_path"}[kind]
+        dim, vocab = checkpoint.config.get("dim"), checkpoint.config.get("vocab_size")
+        raise ValueError(
+            f"{path} is a {checkpoint.kind} (hidden size {dim}, vocabulary {vocab}) where a "
+            f"{kind} is needed: "
+            f"give it as {flag}"
+        )
+    check_config(checkpoint)
+    return checkpoint
+
+
+def check_config(checkpoint: Checkpoint) -> None:
+    """Refuse metadata that the converter does not write, before anything is built from it."""
+    kind = {"target": ModelConfig, "draft": DraftConfig}[checkpoint.kind]
+    try:
+        config = kind.from_dict(checkpoint.config)
+    except (TypeError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"{checkpoint.path} has a damaged configuration ({error}): convert it again"
+        ) from None
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if field.type is int and not (type(value) is int and value > 0):
+            raise ValueError(
+                f"{checkpoint.path} has a damaged configuration ({field.name} is {value!r}): "
+                "convert it again"
+            )
+
+
+def fit_context(asked: int | None, config: ModelConfig, default: int = 4096) -> int:
+    """The context to provide for, which the model's own limit bounds."""
+    if asked is not None and not 2 <= asked <= config.max_seq_length:
+        raise ValueError(
+            f"max_seq_length {asked} is not allowed: the model was made for 2 to "
+            f"{config.max_seq_length}"
+        )
+    return asked or min(config.max_seq_length, default)
+
+
+def find_tokenizer(directory: Path, config: ModelConfig) -> Tokenizer | None:
+    """The tokenizer beside a checkpoint; None if there is none at all, for use with ids."""
+    if not any((directory / name).exists() for name in TOKENIZER_FILES):
+        return None
+    tokenizer = load_tokenizer(directory)
+    if tokenizer.vocab_size > config.vocab_size:
+        raise ValueError(
+            f"the tokenizer in {directory} has ids up to {tokenizer.vocab_size - 1}, but the "
+            "model's embedding "
+            f"only {config.vocab_size} rows: put the tokenizer of this very model there"
+        )
+    return tokenizer
+
+
+# ---------------------------------------------------------------- modules
+
+
+def fill(
+    module: nn.Module, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype
+) -> None:
+    """Give every parameter of a module on the meta device its tensor: each exactly one, none left
+    over.
+    """
+    wanted = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+    missing, unused = (
+        wanted.keys() - checkpoint.specs.keys(),
+        checkpoint.specs.keys() - wanted.keys(),
+    )
+    if missing or unused:
+        raise ValueError(
+            f"{checkpoint.path}: the file does not match its own configuration (missing: "
+            f"{sorted(missing)[:3] or 'none'}, unused: {sorted(unused)[:3] or 'none'}): convert "
+            "it again"
+        )
+    for name, shape in wanted.items():
+        if checkpoint.specs[name].shape != shape:
+            raise ValueError(
+                f"{checkpoint.path}: {name} has shape {list(checkpoint.specs[name].shape)}, but "
+                "the file's "
+                f"configuration says {list(shape)}: convert it again"
+            )
+    quantized = tuple(f"{layer}." for layer in (checkpoint.quantization or {}).get("layers", {}))
+    state = {}
+    for name, tensor in checkpoint.tensors():
+        # The numbers of a quantised layer stay as they are stored; packing gives them the device's
+        # form.
+        cast = tensor.is_floating_point() and not name.startswith(quantized or ("\0",))
+        state[name] = tensor.to(device=device, dtype=dtype if cast else tensor.dtype)
+    module.load_state_dict(state, strict=True, assign=True)
+    module.requires_grad_(False).eval()
+
+
+def load_target(
+    checkpoint: Checkpoint,
+    device: torch.device,
+    dtype: torch.dtype,
+    pack_for: torch.device | None = None,
+) -> Transformer:
+    """The model of a target file, its quantised linears swapped in and packed for the device, or
+    for another one that it will be moved to.
+    """
+    config = ModelConfig.from_dict(checkpoint.config)
+    with torch.device("meta"):
+        model = Transformer(config)
+    swap_linears(model, checkpoint.quantization)
+    tied = config.tied and "output.weight" not in checkpoint.specs
+    if tied:
+        model.output = None
+    fill(model, checkpoint, device, dtype)
+    if tied:
+        model.output = nn.Linear(config.dim, config.vocab_size, bias=False, device="meta")
+        model.output.weight = model.tok_embeddings.weight
+    pack(model, pack_for or device, dtype)
+    return model
+
+
+def fit_head(checkpoint: Checkpoint, target: ModelConfig) -> DraftConfig:
+    """The head's configuration with its feature layers resolved, refused if it cannot belong to
+    this target.
+    """
+    c = DraftConfig.from_dict(checkpoint.config)
+    hidden = c.dim if c.family == "eagle1" else c.target_dim
+    for what, mine, theirs in (
+        ("hidden size", hidden, target.dim),
+        ("vocabulary", c.vocab_size, target.vocab_size),
+    ):
+        if mine != theirs:
+            raise ValueError(
+                f"{checkpoint.path} was made for a target with {what} {mine}, but this target has "
+                f"{theirs}: "
+                "use the head that was trained for it"
+            )
+    if not c.own_embedding and c.dim != target.dim:
+        raise ValueError(
+            f"{checkpoint.path} has hidden size {c.dim} and no embedding of its own, but the "
+            "target's has "
+            f"{target.dim}: the head file is incomplete"
+        )
+    if c.family == "eagle3":
+        layers = c.feature_layers or default_feature_layers(target.n_layer)
+        if min(layers) < 0 or max(layers) > target.n_layer:
+            raise ValueError(
+                f"{checkpoint.path} reads layers {list(layers)}, but this target has only "
+                f"{target.n_layer}"
+            )
+        c = replace(c, feature_layers=layers)
+    return c
+
+
+def load_head(
+    checkpoint: Checkpoint, model: Transformer, device: torch.device, dtype: torch.dtype
+) -> DraftHead:
+    """A head in the target's compute dtype; what its file lacks is borrowed from the target."""
+    config = fit_head(checkpoint, model.config)
+    with torch.device("meta"):
+        head = DraftHead(config)
+    swap_linears(head, checkpoint.quantization)
+    identity = "d2t" not in checkpoint.specs
+    if identity and config.draft_vocab_size != config.vocab_size:
+        raise ValueError(
+            f"{checkpoint.path}: a reduced draft vocabulary needs d2t: convert the head again"
+        )
+    if identity:
+        del head.d2t
+    fill(head, checkpoint, device, dtype)
+    if identity:
+        head.register_buffer(
+            "d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64, device=device)
+        )
+    ids = head.target_ids
+    if int(ids.min()) < 0 or int(ids.max()) >= config.vocab_size:
+        raise ValueError(
+            f"{checkpoint.path}: d2t leads outside the vocabulary of {config.vocab_size}"
+        )
+    if not config.own_embedding:
+        head.tok_embeddings = model.tok_embeddings
+    if not config.own_output:
+        head.output = model.output if identity else rows_of(model.output, ids)
+    pack(head, device, dtype)
+    return head
+
+
+def rows_of(linear: nn.Module, ids: Tensor) -> nn.Module:
+    """The target's lm_head reduced to the rows of a draft vocabulary; a quantised one stays so."""
+    if isinstance(linear, QuantizedLinear):
+        return linear.rows_of(ids)
+    reduced = nn.Linear(linear.in_features, ids.shape[0], bias=False, device="meta")
+    reduced.weight = nn.Parameter(linear.weight[ids], requires_grad=False)
+    return reduced
+
+
+def head_card(checkpoint: Checkpoint, head: DraftHead) -> str:
+    """What a user needs to see to know that the right head was read in the right way."""
+    c = head.config
+    levels = c.feature_layers or ()
+    captured = (
+        f"inputs of layers {list(levels)} = outputs of layers {[i - 1 for i in levels]}"
+        if levels
+        else "state after the final norm"
+    )
+    switches = (
+        "norm_before_residual",
+        "norm_before_fc",
+        "fc_norm",
+        "norm_output",
+        "fc_bias",
+        "qkv_bias",
+    )
+    borrowed = [
+        name for name, own in (("embedding", c.own_embedding), ("lm_head", c.own_output)) if not own
+    ]
+    return (
+        f"head: {c.family} ({c.source_format} format), features: {captured}, "
+        f"variants: {', '.join(s for s in switches if getattr(c, s)) or 'none'}, "
+        f"RoPE base {c.rope_theta:g} ({c.rope_source}), draft vocabulary {c.draft_vocab_size} of "
+        f"{c.vocab_size}, "
+        f"trained to {c.max_seq_length} positions, from the target: "
+        f"{', '.join(borrowed) or 'nothing'}"
+    )
+
+
+def fit_tree(text: str, head: DraftConfig | None) -> Tree:
+    """The tree to use; `auto` takes the preset of the head's family, cut to what its vocabulary can
+    fill.
+    """
+    if head is None:
+        tree = NO_TREE if text == "auto" else parse_tree(text)
+        if tree.needs_head:
+            raise ValueError(
+                f"tree {text!r} needs a head: give --draft_checkpoint_path, or --tree none or "
+                "lookup:5"
+            )
+        return tree
+    tree = parse_tree(PRESETS[head.family] if text == "auto" else text)
+    if tree.levels > 64 or tree.nodes > 1024:
+        raise ValueError(
+            f"tree {tree.name} has {tree.nodes} nodes and {tree.levels} levels: give 1024 and 64 "
+            "at most"
+        )
+    size = head.draft_vocab_size
+    if tree.top_k > size:
+        raise ValueError(
+            f"tree {tree.name} asks for {tree.top_k} children of a node, but the head's "
+            f"vocabulary has {size}: "
+            f"lower top_k to {size} or less"
+        )
+    return tree
+
+
+# ---------------------------------------------------------------- the memory plan
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes that a decoder will hold. `available` is None where the system does not say."""
+
+    target: int
+    head: int
+    caches: int
+    workspace: int
+    available: int | None = None
+
+    @property
+    def total(self) -> int:
+        return self.target + self.head + self.caches + self.workspace
+
+    def check(self) -> None:
+        if self.available is None or self.total <= self.available:
+            return
+        raise ValueError(
+            f"this needs {gigabytes(self.total)} (target {gigabytes(self.target)}, head "
+            f"{gigabytes(self.head)}, "
+            f"caches {gigabytes(self.caches)}, workspace {gigabytes(self.workspace)}) but the "
+            "device has "
+            f"{gigabytes(self.available)} free: quantise with quantize.py --mode int8 or int4, or "
+            "lower "
+            "--max_seq_length"
+        )
+
+
+def gigabytes(count: int) -> str:
+    return f"{count / 1e9:.2f} GB"
+
+
+def loaded_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> int:
+    """Bytes of a file's tensors once loaded: floating point ones outside quantised layers in the
+    compute dtype.
+    """
+    quantized = tuple(f"{layer}." for layer in (checkpoint.quantization or {}).get("layers", {}))
+    total = 0
+    for name, spec in checkpoint.specs.items():
+        cast = spec.dtype.is_floating_point and not name.startswith(quantized or ("\0",))
+        size = dtype.itemsize if cast else spec.dtype.itemsize
+        total += size * torch.Size(spec.shape).numel()
+    return total
+
+
+def plan_memory(
+    target: Checkpoint,
+    head: Checkpoint | None,
+    max_seq_length: int,
+    tree: Tree,
+    dtype: torch.dtype,
+    available: int | None,
+    chunk: int = 256,
+) -> MemoryPlan:
+    """What decoding will need, from the files' headers alone."""
+    c = ModelConfig.from_dict(target.config)
+    rows = tree.cache_rows(max_seq_length, chunk)
+    caches = 2 * c.n_layer * c.n_kv_head * c.head_dim * rows * dtype.itemsize
+    if head is not None:
+        d = DraftConfig.from_dict(head.config)
+        caches += 2 * d.n_kv_head * d.head_dim * rows * dtype.itemsize
+    scores = 2 * c.n_head * chunk * rows * 4  # attention of one prefill chunk, in fp32
+    logits = 3 * tree.nodes * c.vocab_size * 4  # of a tree, with noise and filter beside them
+    hidden = 8 * chunk * c.intermediate_size * dtype.itemsize
+    return MemoryPlan(
+        loaded_bytes(target, dtype),
+        loaded_bytes(head, dtype) if head else 0,
+        caches,
+        scores + logits + hidden,
+        available,
+    )
+
+
+def available_memory(device: torch.device) -> int | None:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return None

@@ -1,0 +1,129 @@
+"""What a generation did, measured: the record behind --json and the line for people.
+
+Decode speed counts decoding alone: no loading, no compiling, no prefill. Bandwidth counts the bytes
+that a round has to read, weights and cache rows, over its time; it can be held against what the
+memory can do."""
+
+import json
+import resource
+import subprocess
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from talon.checkpoint import atomic_file
+from talon.decoder import Decoder, Generation
+from talon.loading import gigabytes
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes: on a GPU what torch allocated at most, on a CPU the process's peak resident set."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def compilations() -> int:
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def bytes_per_round(decoder: Decoder, committed: float) -> float:
+    """Weights and cache rows that one round reads: the target once, the head once per level and
+    once to catch up.
+    """
+    model, tree = decoder.model, decoder.tree
+    weights = sum(module_bytes(module) for module in (model.layers, model.output))
+    row = decoder.cache.data[:, :, :, 0].numel() * decoder.cache.data.itemsize
+    total = weights + committed * row
+    if tree.needs_head:
+        head, cache = decoder.drafter.head, decoder.drafter.cache
+        row = cache.data[:, :, :, 0].numel() * cache.data.itemsize
+        layer = sum(module_bytes(module) for module in (head.fc, head.layer))
+        total += tree.levels * (layer + module_bytes(head.output) + committed * row)
+    return total
+
+
+def module_bytes(module: nn.Module) -> int:
+    tensors = [*module.parameters(), *module.buffers()]
+    return sum(tensor.numel() * tensor.itemsize for tensor in tensors)
+
+
+def sample_record(run: Generation, text: str | None) -> dict:
+    """What --json says of one sample; seconds, bytes and tokens. `text` is None without a
+    tokenizer.
+    """
+    decoder, stats = run.decoder, run.stats
+    speed = stats.emitted / stats.decode_s if stats.decode_s else 0.0
+    middle = len(run.ids) + len(run.tokens) / 2
+    moved = bytes_per_round(decoder, middle) * stats.rounds
+    return {
+        "seed": run.sampling.seed,
+        "prompt_tokens": len(run.ids),
+        "tokens": run.tokens,
+        "text": text,
+        "stop_reason": run.stop_reason,
+        "prefill_s": stats.prefill_s,
+        "decode_s": stats.decode_s,
+        "tokens_per_s": speed,
+        "rounds": stats.rounds,
+        "plain_rounds": stats.plain_rounds,
+        "acceptance_length": stats.acceptance_length,
+        "accepted_by_depth": stats.accepted_by_depth,
+        "draft_s": stats.draft_s,
+        "verify_s": stats.verify_s,
+        "bandwidth_bytes_per_s": moved / stats.decode_s if stats.decode_s else 0.0,
+        "peak_memory_bytes": peak_memory(decoder.device),
+    }
+
+
+def describe(record: dict, drafting: bool) -> str:
+    """One sample's measurements as a line for people."""
+    line = (
+        f"{len(record['tokens'])} tokens ({record['stop_reason']}), "
+        f"first token after {record['prefill_s']:.2f} s, then {record['tokens_per_s']:.1f} "
+        "tokens/s, "
+        f"{record['bandwidth_bytes_per_s'] / 1e9:.1f} GB/s, peak memory "
+        f"{gigabytes(record['peak_memory_bytes'])}"
+    )
+    if not drafting or not record["rounds"]:
+        return line
+    rest = record["decode_s"] - record["draft_s"] - record["verify_s"]
+    by_depth = " ".join(f"{count / record['rounds']:.2f}" for count in record["accepted_by_depth"])
+    return (
+        f"{line}\nacceptance length {record['acceptance_length']:.2f} over {record['rounds']} "
+        "rounds "
+        f"(share accepted by depth: {by_depth or 'none'}); draft {record['draft_s']:.2f} s, "
+        f"verify {record['verify_s']:.2f} s, rest {rest:.2f} s"
+    )
+
+
+def project_commit() -> str | None:
+    """The commit of a checkout of this project, with "-dirty" where files differ from it; None
+    where it is no checkout."""
+    try:
+        result = subprocess.run(
+            ["git", "describe", "--always", "--exclude=*", "--abbrev=40", "--dirty"],
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            timeout=5,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return result.stdout.strip() if result.returncode == 0 else None
+
+
+def write_json(path: str, value: dict) -> None:
+    with atomic_file(Path(path)) as file:
+        # A file name from the shell may hold bytes that are no text: JSON has an escape for them.
+        file.write(
+            (json.dumps(value, indent=1, ensure_ascii=False) + "\n").encode(
+                errors="backslashreplace"
+            )
+        )
+
+
+def short_commit(report: dict) -> str:
+    number, dirty, _ = (report["commit"] or "unknown").partition("-dirty")
+    return number[:10] + dirty

@@ -1,0 +1,159 @@
+"""The choice of a token, for the target's side and for the head's.
+
+Sampling is exact and a function of (seed, position, token) alone: a token is the argmax of its
+filtered logits over the temperature plus Gumbel noise (the Gumbel-max trick), and the noise comes
+from a counter-based hash. The same position therefore always meets the same noise, whoever asks:
+plain decoding, a tree of 60 nodes, or the head that guesses. This is drafter-invariant speculative
+decoding (Daliri, Musco, Suresh, arXiv 2408.07978).
+
+Everything here runs inside compiled regions: tensors in, tensors out, fp32, no data-dependent
+shapes."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+HOTTEST = 1e6  # hotter than this every token is equally likely
+
+GREEDY_BELOW = 1e-5  # below this, logits over temperature leave fp32's resolution: greedy
+
+WORD = 0xFFFFFFFF
+
+GUESS_POOL = 256  # the head filters only its best tokens: it guesses, the target decides
+
+
+@dataclass(frozen=True)
+class SamplingConfig:
+    """What the user asks for. temperature 0 is greedy; top_k 0 and top_p 1 filter nothing."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature <= HOTTEST:  # NaN fails too
+            raise ValueError(
+                f"temperature {self.temperature} is not allowed: give a number >= 0 and <= "
+                f"{HOTTEST:g} (0 is greedy)"
+            )
+        if not -1 <= self.top_k < 2**63:
+            raise ValueError(
+                f"top_k {self.top_k} is not allowed: give a count from 1 to 2**63 - 1, or 0 for no "
+                "limit"
+            )
+        if not 0 < self.top_p <= 1:
+            raise ValueError(
+                f"top_p {self.top_p} is not allowed: give 0 < top_p <= 1 (1 is no limit)"
+            )
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(
+                f"seed {self.seed} is not allowed: give an integer from 0 to 2**63 - 1"
+            )
+
+    @property
+    def kind(self) -> str:
+        """Which of the three compiled variants serves this: greedy | sample | filter."""
+        if self.temperature < GREEDY_BELOW:
+            return "greedy"
+        return "filter" if self.top_k > 0 or self.top_p < 1 else "sample"
+
+
+GREEDY = SamplingConfig()
+
+
+class SamplingState:
+    """The same as static device tensors, so that changing a value compiles nothing and survives
+    graph capture.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.temperature = torch.ones(1, device=device)
+        self.top_p = torch.ones(1, device=device)
+        self.top_k = torch.zeros(1, dtype=torch.int64, device=device)
+        self.seed = torch.zeros(1, dtype=torch.int64, device=device)
+
+    def set(self, config: SamplingConfig) -> None:
+        self.temperature.fill_(max(config.temperature, GREEDY_BELOW))
+        self.top_p.fill_(config.top_p)
+        self.top_k.fill_(config.top_k if config.top_k > 0 else 2**31)
+        self.seed.fill_(config.seed)
+
+
+def mix(x: Tensor) -> Tensor:
+    """Scramble 32-bit words held in int64 (a two-round multiply-xorshift finalizer).
+
+    Both multipliers are below 2**31, so no product leaves the range of int64 on any device.
+    """
+    x = ((x ^ (x >> 15)) * 0x2C1B3C6D) & WORD
+    x = ((x ^ (x >> 12)) * 0x297A2D39) & WORD
+    return x ^ (x >> 15)
+
+
+def gumbel(seed: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
+    """Standard Gumbel noise [N, M] in fp32 for positions int64 [N] and tokens int64 [M] or [N, M].
+
+    g = -log(E), E = -log1p(-u): the small E are the ones that win, and u from 32 bits resolves them
+    fully."""
+    low = mix((seed & WORD) ^ 0x5BD1E995)
+    high = mix((seed >> 32) ^ 0x1B873593)
+    first = mix((positions + low) & WORD)[:, None]  # [N, 1]
+    second = mix(first ^ high)
+    words = mix(mix(tokens ^ first) ^ second)
+    u = ((words.float() + 0.5) * 2**-32).clamp(max=1 - 2**-24)
+    return -torch.log(-torch.log1p(-u))
+
+
+def perturb(
+    logits: Tensor, positions: Tensor, tokens: Tensor, state: SamplingState, kind: str, pool: int
+) -> tuple[Tensor, Tensor]:
+    """The values whose argmax is the choice, with the columns of `logits` they belong to.
+
+    logits: [N, M]; positions: int64 [N], absolute position of the token being chosen; tokens: int64
+    [M], the token id of each column. Filters in this order: temperature, top_k (exactly k), top_p
+    (the smallest set that reaches p). `pool` bounds how many of the best columns are looked at when
+    filtering; exact when pool = M. Returns fp32 [N, M or pool] and int64 columns of the same shape.
+    """
+    scaled = logits.float()
+    columns = torch.arange(logits.shape[1], device=logits.device).expand(scaled.shape)
+    if kind == "greedy":
+        return scaled, columns
+    scaled = scaled / state.temperature
+    if kind == "sample":
+        return scaled + gumbel(state.seed, positions, tokens), columns
+    if pool < scaled.shape[1]:
+        scaled, columns = scaled.topk(pool, dim=1)
+    else:  # a stable sort: of equal logits the lower id is kept first
+        scaled, columns = scaled.sort(dim=1, descending=True, stable=True)
+    rank = torch.arange(scaled.shape[1], device=scaled.device)
+    scaled = scaled.masked_fill(rank >= state.top_k, float("-inf"))
+    probs = scaled.softmax(1)
+    before = probs.cumsum(1) - probs  # the mass of everything better
+    scaled = scaled.masked_fill((before >= state.top_p) & (rank > 0), float("-inf"))
+    return scaled + gumbel(state.seed, positions, tokens[columns]), columns
+
+
+def choose(logits: Tensor, positions: Tensor, state: SamplingState, kind: str) -> Tensor:
+    """The target's choice after each row: int64 [N]. Greedy ties go to the lowest id."""
+    tokens = torch.arange(logits.shape[1], device=logits.device)
+    values, columns = perturb(logits, positions, tokens, state, kind, pool=logits.shape[1])
+    best = values.argmax(1, keepdim=True)
+    return best[:, 0] if kind != "filter" else columns.gather(1, best)[:, 0]
+
+
+def guess(
+    logits: Tensor, positions: Tensor, tokens: Tensor, state: SamplingState, kind: str, top_k: int
+) -> tuple[Tensor, Tensor]:
+    """The head's `top_k` likeliest choices of the target per row, best first.
+
+    The head meets the same noise as the target will, so it ranks what the target is about to
+    choose, not what is likely on average. Returns log-probabilities fp32 [N, top_k] and token ids
+    int64 [N, top_k]. NaN ranks last."""
+    pool = max(min(GUESS_POOL, logits.shape[1]), top_k)
+    values, columns = perturb(logits, positions, tokens, state, kind, pool)
+    values = torch.where(values.isnan(), float("-inf"), values)
+    best, index = values.topk(top_k, dim=1)
+    scores = best - values.logsumexp(1, keepdim=True)
+    scores = torch.where(scores.isnan(), float("-inf"), scores).clamp(max=0)
+    return scores, tokens[columns.gather(1, index)]

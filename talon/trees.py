@@ -1,0 +1,204 @@
+"""."""
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Tree:
+    """What to grow and what to keep. `nodes` counts the root and all below it; `levels` every level
+    that a head drafts.
+
+    Growing records candidates in one flat order: the root's `top_k` children, then for each further
+    level the `top_k` children of each of its `beam` expanded nodes. Static trees (chains too) say
+    by flat index which candidates to expand and to keep; the dynamic tree (EAGLE-2, section 4)
+    decides by cumulative score."""
+
+    name: str
+    nodes: int
+    levels: int
+    top_k: int
+    beam: int
+    expand: tuple[tuple[int, ...], ...] | None = None  # static: [levels - 1][beam] flat indices
+    keep: tuple[int, ...] | None = None  # static: [grown - 1] flat indices, ascending
+    lookup: int = 0  # a chain below the root that comes from the text itself: its tokens
+
+    @property
+    def candidates(self) -> int:
+        return self.top_k + (self.levels - 1) * self.beam * self.top_k if self.levels else 0
+
+    @property
+    def needs_head(self) -> bool:
+        return self.levels > 0
+
+    @property
+    def grown(self) -> int:
+        """Nodes of the part that the head grows, the root included."""
+        return self.nodes - self.lookup
+
+    @property
+    def depth(self) -> int:
+        """Drafted tokens that one round can accept at most."""
+        return max(min(self.levels, self.grown - 1), self.lookup)
+
+    @property
+    def reach(self) -> int:
+        """Slots past the committed ones that a round writes at most, of target or head."""
+        return max(self.nodes, self.draft_slots)
+
+    def cache_rows(self, max_seq_length: int, chunk: int) -> int:
+        """Rows of a KV cache: a tree or a padded chunk of the prompt may run past the last legal
+        position, which a round launched ahead passes by depth + 1 before it starts. Nothing past it
+        is ever kept. One row more than any length bucket: a bucket as long as the cache would
+        compile as a constant.
+        """
+        return max_seq_length + max(chunk, self.reach) + self.depth + 2
+
+    @property
+    def draft_slots(self) -> int:
+        """Head cache slots that growing needs behind the committed ones."""
+        return max((self.levels - 1) * self.beam, self.levels + 1)
+
+    def block(self, level: int) -> int:
+        """Flat index of the first candidate of `level` (1 is the root's children)."""
+        return 0 if level == 1 else self.top_k + (level - 2) * self.beam * self.top_k
+
+
+NO_TREE = Tree("none", nodes=1, levels=0, top_k=0, beam=0)
+
+
+# The 26-node tree of the EAGLE-1 paper (root included), as paths of child ranks.
+EAGLE1_PATHS = [
+    [0], [1], [2], [3],
+    [0, 0], [0, 1], [0, 2], [1, 0], [1, 1], [2, 0], [2, 1], [3, 0],
+    [0, 0, 0], [0, 0, 1], [0, 0, 2], [0, 1, 0], [0, 1, 1], [0, 2, 0], [0, 2, 1], [1, 0, 0],
+    [0, 0, 0, 0], [0, 0, 0, 1], [0, 0, 0, 2],
+    [0, 0, 0, 0, 0], [0, 0, 0, 0, 1],
+]  # fmt: skip
+
+
+def chain(length: int) -> Tree:
+    return static_tree([[0] * depth for depth in range(1, length + 1)], f"chain:{length}")
+
+
+def static_tree(paths: list[list[int]], name: str) -> Tree:
+    """A fixed tree from the rank paths of its nodes; every prefix of a path must be a path too."""
+    ordered = sorted({tuple(path) for path in paths}, key=lambda path: (len(path), path))
+    known = set(ordered)
+    if not ordered or any(
+        not path or min(path) < 0 or max(*path, len(path)) > 64 for path in ordered
+    ):
+        raise ValueError(
+            f"tree {name}: needs non-empty paths of child ranks 0 to 64, 64 levels at most, such "
+            "as [[0], [0, 0]]"
+        )
+    for path in ordered:
+        if len(path) > 1 and path[:-1] not in known:
+            raise ValueError(
+                f"tree {name}: path {list(path)} is given without its parent {list(path[:-1])}"
+            )
+    levels = len(ordered[-1])
+    top_k = 1 + max(rank for path in ordered for rank in path)
+    inner = [sorted({p[:-1] for p in ordered if len(p) == level + 1}) for level in range(1, levels)]
+    beam = max((len(nodes) for nodes in inner), default=1)
+    flat: dict[tuple[int, ...], int] = {(rank,): rank for rank in range(top_k)}
+    expand = []
+    for level, nodes in enumerate(inner):
+        start = top_k + level * beam * top_k
+        expand.append(tuple(flat[node] for node in nodes) + (flat[nodes[0]],) * (beam - len(nodes)))
+        flat |= {
+            (*node, k): start + row * top_k + k
+            for row, node in enumerate(nodes)
+            for k in range(top_k)
+        }
+    keep = tuple(sorted(flat[path] for path in ordered))
+    return Tree(name, len(ordered) + 1, levels, top_k, beam, tuple(expand), keep)
+
+
+def dynamic_tree(nodes: int = 60, levels: int = 6, top_k: int = 10) -> Tree:
+    """EAGLE-2 (arXiv 2406.16858): expand the `top_k` best nodes of each level, keep the nodes - 1
+    best of all.
+    """
+    name = f"dynamic:nodes={nodes},levels={levels},top_k={top_k}"
+    if nodes < 1 or levels < 1 or top_k < 1:
+        raise ValueError(f"tree {name}: nodes, levels and top_k must all be at least 1")
+    if nodes == 1:
+        return NO_TREE
+    tree = Tree(name, nodes, levels, top_k, top_k)
+    if nodes - 1 > tree.candidates:
+        raise ValueError(
+            f"tree {name}: {nodes} nodes are asked for but only {tree.candidates + 1} can be "
+            "grown; "
+            f"lower nodes to {tree.candidates + 1} or raise levels or top_k"
+        )
+    return tree
+
+
+# As in the papers (EAGLE-1 section 4, EAGLE-2 section 5, EAGLE-3 section 5).
+PRESETS = {
+    "eagle1": "static",
+    "eagle2": "dynamic:nodes=60,levels=6,top_k=10",
+    "eagle3": "dynamic:nodes=60,levels=8,top_k=10",
+}
+
+
+def with_lookup(tree: Tree, count: int) -> Tree:
+    """The tree with a chain of `count` looked-up tokens below its root."""
+    name = f"lookup:{count}" if tree == NO_TREE else f"{tree.name}+lookup:{count}"
+    return replace(tree, name=name, nodes=tree.nodes + count, lookup=count)
+
+
+def parse_tree(text: str) -> Tree:
+    """The tree that `--tree TEXT` names: none, lookup:K, or chain:K, static,
+    dynamic:nodes=,levels=,top_k=, FILE.json, each of these also with +lookup:K.
+    """
+    grown, _, count = text.partition("+lookup:")
+    if is_length(count) and grown.partition(":")[0] not in ("auto", "none", "lookup"):
+        return with_lookup(parse_tree(grown), int(count))
+    kind, _, rest = text.partition(":")
+    if text == "none":
+        return NO_TREE
+    if kind == "lookup" and is_length(rest):
+        return with_lookup(NO_TREE, int(rest))
+    if kind == "chain" and is_length(rest):
+        return chain(int(rest))
+    if text == "static":
+        return static_tree(EAGLE1_PATHS, "static")
+    if kind == "dynamic":
+        pairs = [item.partition("=")[::2] for item in rest.split(",") if rest]
+        known = all(key in ("nodes", "levels", "top_k") and is_count(value) for key, value in pairs)
+        if known and len(dict(pairs)) == len(pairs):
+            return dynamic_tree(**{key: int(value) for key, value in pairs})
+    if text.endswith(".json"):
+        return static_tree(read_paths(Path(text)), text)
+    shown = text if len(text) < 60 else f"{text[:60]}..."
+    raise ValueError(
+        f"tree {shown!r} is not known: give auto, none, lookup:K (1 to 64), or chain:K (1 to 64), "
+        "static, dynamic:nodes=60,levels=8,top_k=10, a FILE.json with a list of paths, each of "
+        "these also with +lookup:K"
+    )
+
+
+def is_count(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) < 10
+
+
+def is_length(text: str) -> bool:
+    return is_count(text) and 1 <= int(text) <= 64
+
+
+def read_paths(path: Path) -> list[list[int]]:
+    try:
+        paths = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(
+            f"tree file {path} cannot be read as JSON ({error}): give a list of paths"
+        ) from None
+    if not isinstance(paths, list) or not all(
+        isinstance(p, list) and all(type(rank) is int for rank in p) for p in paths
+    ):
+        raise ValueError(
+            f"tree file {path} must be a list of rank paths, such as [[0], [1], [0, 0]]"
+        )
+    return paths

@@ -39,25 +39,28 @@ def slow_greedy(model: Transformer, ids: list[int], max_new_tokens: int) -> list
 
 
 def check_sample(plain: Decoder, text: TextGeneration) -> dict:
-    """Decode the same prompt plainly, to the same end, and compare ids. `gap`: how much higher the
-    plain token's value is than the drafted one's where they first differ, in the logits (or noisy
-    logits) that plain decoding chose by; None where one text only ends earlier or a filter excludes
-    the drafted token.
-    """
+    """Decode the same prompt plainly, to the same end, and compare the ids."""
     run, engine = text.generation, text.engine
     alone = Engine(plain, engine.tokenizer, tuple(engine.eos_ids), engine.card)
     again = TextGeneration(alone, run.ids, run.sampling, run.budget, text.stop_ids, text.stop)
     for _ in again:
         pass
-    again = again.generation
-    if run.tokens == again.tokens:
+    return compare_ids(plain, run.ids, run.tokens, again.tokens, run.sampling)
+
+
+def compare_ids(
+    plain: Decoder, ids: list[int], tokens: list[int], wanted: list[int], sampling: SamplingConfig
+) -> dict:
+    """Whether two continuations of `ids` are equal, else where they first differ and the gap there:
+    how much higher the wanted token's value is, in what plain decoding chose by (`choice_gap`).
+    It is None where one continuation only ends earlier."""
+    shorter = min(len(tokens), len(wanted))
+    first = next((i for i in range(shorter) if tokens[i] != wanted[i]), shorter)
+    if first == len(tokens) == len(wanted):
         return {"identical": True, "first_difference": None, "gap": None}
-    shorter = min(len(run.tokens), len(again.tokens))
-    first = next((i for i in range(shorter) if run.tokens[i] != again.tokens[i]), shorter)
-    if first == shorter:
-        return {"identical": False, "first_difference": first, "gap": None}
-    ids = run.ids + again.tokens[:first]
-    gap = choice_gap(plain, ids, again.tokens[first], run.tokens[first], run.sampling)
+    gap = None
+    if first < shorter:
+        gap = choice_gap(plain, ids + wanted[:first], wanted[first], tokens[first], sampling)
     return {"identical": False, "first_difference": first, "gap": gap}
 
 

@@ -5,7 +5,7 @@ static address, so the round is one plain call on a CPU and one CUDA graph on a 
 device-to-host copy at its end. Plain decoding is the round whose tree has only a root."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -402,19 +402,3 @@ class Generation:
             if self.stop_reason:
                 return found[: index + 1]
         return found
-
-
-def in_step(texts: Sequence[Generation]) -> Iterator[int]:
-    """Run all of them, yielding after every forward whose it was. On a CPU, whose speed varies from
-    second to second, it is always the turn of the text with the fewest tokens, so that equal texts
-    end together; on a GPU, where a round is queued while the one before runs, one text follows the
-    other.
-    """
-    running = {index: iter(text) for index, text in enumerate(texts)}
-    on_gpu = texts[0].decoder.device.type == "cuda"
-    while running:
-        index = min(running, key=lambda i: 0 if on_gpu else len(texts[i].tokens))
-        if next(running[index], None) is None:
-            del running[index]
-        else:
-            yield index

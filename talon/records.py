@@ -44,6 +44,12 @@ def bytes_per_round(decoder: Decoder, committed: float) -> float:
     return total
 
 
+def moved_bytes(run: Generation) -> float:
+    """What all rounds of a generation read together."""
+    middle = len(run.ids) + len(run.tokens) / 2
+    return bytes_per_round(run.decoder, middle) * run.stats.rounds
+
+
 def module_bytes(module: nn.Module) -> int:
     tensors = [*module.parameters(), *module.buffers()]
     return sum(tensor.numel() * tensor.itemsize for tensor in tensors)
@@ -55,8 +61,6 @@ def sample_record(run: Generation, text: str | None) -> dict:
     """
     decoder, stats = run.decoder, run.stats
     speed = stats.emitted / stats.decode_s if stats.decode_s else 0.0
-    middle = len(run.ids) + len(run.tokens) / 2
-    moved = bytes_per_round(decoder, middle) * stats.rounds
     return {
         "seed": run.sampling.seed,
         "prompt_tokens": len(run.ids),
@@ -72,7 +76,7 @@ def sample_record(run: Generation, text: str | None) -> dict:
         "accepted_by_depth": stats.accepted_by_depth,
         "draft_s": stats.draft_s,
         "verify_s": stats.verify_s,
-        "bandwidth_bytes_per_s": moved / stats.decode_s if stats.decode_s else 0.0,
+        "bandwidth_bytes_per_s": moved_bytes(run) / stats.decode_s if stats.decode_s else 0.0,
         "peak_memory_bytes": peak_memory(decoder.device),
     }
 
@@ -122,6 +126,12 @@ def write_json(path: str, value: dict) -> None:
                 errors="backslashreplace"
             )
         )
+
+
+def markdown_table(lines: list[list[str]]) -> str:
+    """A table for people whose first line is the heading."""
+    lines = [lines[0], ["---"] * len(lines[0]), *lines[1:]]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def short_commit(report: dict) -> str:

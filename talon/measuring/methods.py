@@ -1,20 +1,27 @@
-"""What of ours the benchmark compares: every target, plain, with every head and tree, and lookup.
+"""What the benchmark compares: every target of ours, plainly, with every head and tree and with
+lookup; and other programs on the same model.
 
-Leaves out: the others (peers.py), the measuring (benchmark.py).
+A method has a name, the target that it runs, the memory that it holds and the trees that it uses;
+`start` gives a text under way, of which every step is a forward, and `result` what came of it.
+
+Leaves out: the measuring (benchmark.py), what is made of the numbers (report.py).
 """
 
 import importlib.util
+import itertools
 import time
 from argparse import Namespace
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
+from eagle_draft import DraftHead
 from model import Transformer
 from talon.cli import DEMO, note
-from talon.decoder import Decoder, Generation
+from talon.decoder import Decoder, Generation, RoundStats
 from talon.loading import (
     device_name,
     find_tokenizer,
@@ -27,70 +34,78 @@ from talon.loading import (
     read_kind,
 )
 from talon.prompts import tuning_prompts
-from talon.records import bytes_per_round, module_bytes, peak_memory
+from talon.records import module_bytes, moved_bytes, peak_memory
 from talon.sampling import SamplingConfig
 from talon.tokenizer import Tokenizer
 from talon.tuning.choice import settle
 
 TREES = ("chain:3", "static", "dynamic:nodes=24,levels=5,top_k=8")
 
+# Other programs, and the package of each.
+PEERS = {
+    "transformers": "transformers",
+    "transformers-lookup": "transformers",
+    "llama.cpp": "llama_cpp",
+}
 
-@dataclass
-class Run:
-    """One method on one prompt. `decode_s` and `decoded` cover what came after the first forward's
-    token(s).
-    """
+INSTALL = "pip install 'transformers' 'llama-cpp-python'   (the extra: pip install -e '.[bench]')"
+
+
+class Task(NamedTuple):
+    """A prompt as token ids, and how to go on behind it."""
+
+    ids: list[int]
+    sampling: SamplingConfig
+    budget: int
+    stop_ids: frozenset[int]
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """One method on one prompt. Tokens of the first forward count as prefill."""
 
     tokens: list[int]
-    prefill_s: float
-    decode_s: float
-    decoded: int
-    rounds: int
-    accepted_by_depth: list[int] = field(default_factory=list)
-    draft_s: float = 0.0
-    verify_s: float = 0.0
-    plain_rounds: int = 0
+    stats: RoundStats
     moved_bytes: float = 0.0  # read by all rounds together, as far as known
     peak_memory_bytes: int = 0
 
 
+# ---------------------------------------------------------------- ours
+
+
 class TalonMethod:
     """One target and draft source of ours, with the decoder of every temperature: `auto` chooses
-    one tree for temperature 0 and one for those above.
-    """
+    one tree for temperature 0 and one for those above."""
+
+    own_sampler = False
 
     def __init__(
-        self, name: str, group: str, decoders: dict[float, Decoder], is_plain: bool = False
+        self, name: str, target: str, decoders: dict[float, Decoder], plain: bool = False
     ) -> None:
-        self.name, self.group, self.decoders, self.is_plain = name, group, decoders, is_plain
+        self.name, self.target, self.decoders, self.plain = name, target, decoders, plain
         self.trees = {temperature: decoder.tree.name for temperature, decoder in decoders.items()}
         self.memory_bytes = max(map(held_bytes, decoders.values()))
 
-    def start(
-        self, ids: list[int], sampling: SamplingConfig, budget: int, stop_ids: frozenset[int]
-    ) -> Generation:
-        decoder = self.decoders[sampling.temperature]
+    def start(self, task: Task) -> "TalonText":
+        return TalonText(Generation(self.decoders[task.sampling.temperature], *task))
+
+
+class TalonText:
+    def __init__(self, generation: Generation) -> None:
+        self.generation, self.tokens = generation, generation.tokens
+        self.peak_memory_bytes = 0
+
+    def __iter__(self) -> Iterator:
+        decoder = self.generation.decoder
         decoder.cached = []  # every prompt is timed with its own prefill
         if decoder.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(decoder.device)
-        return Generation(decoder, ids, sampling, budget, stop_ids)
+        yield from self.generation
+        self.peak_memory_bytes = peak_memory(decoder.device)
 
-    def finish(self, generation: Generation) -> Run:
-        decoder, stats = generation.decoder, generation.stats
-        middle = len(generation.ids) + len(generation.tokens) / 2
-        return Run(
-            generation.tokens,
-            stats.prefill_s,
-            stats.decode_s,
-            stats.emitted,
-            stats.rounds,
-            stats.accepted_by_depth,
-            stats.draft_s,
-            stats.verify_s,
-            stats.plain_rounds,
-            bytes_per_round(decoder, middle) * stats.rounds,
-            peak_memory(decoder.device),
-        )
+    def result(self) -> Decoded:
+        run = self.generation
+        return Decoded(run.tokens, run.stats, moved_bytes(run), self.peak_memory_bytes)
 
 
 def held_bytes(decoder: Decoder) -> int:
@@ -102,147 +117,160 @@ def held_bytes(decoder: Decoder) -> int:
 
 
 @dataclass(frozen=True)
-class Loaded:
+class Head:
+    name: str
+    path: Path
+    module: DraftHead
+
+
+@dataclass(frozen=True)
+class Target:
     """A target in memory with the heads that belong to it."""
 
     name: str
-    model: Transformer
-    heads: dict[str, object]
     path: Path
     precision: str
+    model: Transformer
+    heads: list[Head]
     tokenizer: Tokenizer | None
 
 
-def load_all(args: Namespace) -> list[Loaded]:
+def load_all(args: Namespace) -> list[Target]:
     """Every target with every head, each loaded once."""
-    where, loaded = pick_device(args.device), []
-    precision = pick_dtype(args.dtype, where)
+    device, targets = pick_device(args.device), []
+    dtype = pick_dtype(args.dtype, device)
     for path in args.checkpoint_path or [DEMO]:
         file = read_kind(path, "target")
-        model = load_target(file, where, precision)
-        heads = {}
+        model, heads = load_target(file, device, dtype), []
         for head_path in args.draft_checkpoint_path or []:
-            head_file = read_kind(head_path, "draft")
-            heads[head_name(head_path, heads)] = load_head(head_file, model, where, precision)
-        name = numbers = precision_name(file, precision)
-        if any(name == other.name for other in loaded):
+            name = head_name(head_path, [head.name for head in heads])
+            module = load_head(read_kind(head_path, "draft"), model, device, dtype)
+            heads.append(Head(name, head_path, module))
+        name = precision = precision_name(file, dtype)
+        if any(name == other.name for other in targets):
             name = f"{name} ({file.path})"
         tokenizer = find_tokenizer(file.path.parent, model.config)
-        loaded.append(Loaded(name, model, heads, file.path, numbers, tokenizer))
-    return loaded
+        targets.append(Target(name, file.path, precision, model, heads, tokenizer))
+    return targets
 
 
-def head_name(path: Path, taken: dict) -> str:
+def head_name(path: Path, taken: list[str]) -> str:
     """A short name for a head: its file's, or its folder's where the file's says nothing or is
-    taken.
-    """
+    taken."""
     name = path.parent.name if path.stem == "talon" or path.stem in taken else path.stem
     return name if name not in taken else str(path)
 
 
-def our_methods(args: Namespace, loaded: list[Loaded], context: int) -> list[TalonMethod]:
+def our_methods(args: Namespace, targets: list[Target], context: int) -> Iterator[TalonMethod]:
     """Plain decoding of every target, every head with every tree, and lookup."""
-    methods = []
-    for target in loaded:
-        sources = {"plain": (None, "none")}
-        for index, name in enumerate(target.heads):
-            sources |= {f"{name} {text}": (index, text) for text in args.tree or TREES}
+    for target in targets:
+        sources = [("plain", None, "none")]
+        for head, tree in itertools.product(target.heads, args.tree or TREES):
+            sources.append((f"{head.name} {tree}", head, tree))
         if args.lookup:
-            sources[f"lookup:{args.lookup}"] = (None, f"lookup:{args.lookup}")
-        for name, (index, text) in sources.items():
-            decoders = make_decoders(args, target, index, text, context)
-            full = f"{target.name} {name}"
-            methods.append(TalonMethod(full, target.name, decoders, name == "plain"))
-    return methods
+            sources.append((f"lookup:{args.lookup}", None, f"lookup:{args.lookup}"))
+        for name, head, tree in sources:
+            decoders = make_decoders(args, target, head, tree, context)
+            yield TalonMethod(f"{target.name} {name}", target.name, decoders, name == "plain")
 
 
 def make_decoders(
-    args: Namespace, target: Loaded, index: int | None, text: str, context: int
+    args: Namespace, target: Target, head: Head | None, tree: str, context: int
 ) -> dict[float, Decoder]:
-    """The decoder of every temperature with the tree that `text` names and a head, by its place on
-    the command line. Only `auto` makes more than one.
-    """
-    if text == "auto":
-        return {t: auto_decoder(args, target, index, t, context) for t in args.temperature}
-    head = None if index is None else list(target.heads.values())[index]
-    tree = fit_tree(text, head and head.config)
-    decoder = Decoder(target.model, context, head if tree.needs_head else None, tree, args.compile)
+    """The decoder of every temperature. Only `auto` makes more than one."""
+    if tree == "auto":
+        return {t: auto_decoder(args, target, head, t, context) for t in args.temperature}
+    module = head and head.module
+    shape = fit_tree(tree, module and module.config)
+    decoder = Decoder(target.model, context, module, shape, args.compile)
     return dict.fromkeys(args.temperature, decoder)
 
 
 def auto_decoder(
-    args: Namespace, target: Loaded, index: int, temperature: float, context: int
+    args: Namespace, target: Target, head: Head, temperature: float, context: int
 ) -> Decoder:
-    """With the tree that `--tree auto` chooses at this temperature, and its fallback."""
-    model, head = target.model, list(target.heads.values())[index]
+    """With the tree that `--tree auto` chooses at this temperature."""
+    model = target.model
     choice = settle(
-        (target.path, args.draft_checkpoint_path[index]),
+        (target.path, head.path),
         (device_name(pick_device(args.device)), target.precision),
         model,
-        head,
+        head.module,
         lambda: tuning_prompts(target.tokenizer, model.config),
         SamplingConfig(temperature),
         args.compile,
         "again" if args.retune else "once",
         note,
     )
-    tree = choice.tree if choice else fit_tree("auto", head.config)
-    decoder = Decoder(model, context, head if tree.needs_head else None, tree, args.compile)
-    if choice is not None:
-        decoder.fall_back_below(choice.break_even)
-    return decoder
+    tree = choice.tree if choice else fit_tree("auto", head.module.config)
+    return Decoder(model, context, head.module, tree, args.compile)
 
 
-NAMES = ("transformers", "transformers-lookup", "llama.cpp")
-
-PACKAGES = {
-    "transformers": "transformers",
-    "transformers-lookup": "transformers",
-    "llama.cpp": "llama_cpp",
-}
-
-INSTALL = "pip install 'transformers' 'llama-cpp-python'   (the extra: pip install -e '.[bench]')"
+# ---------------------------------------------------------------- other programs
 
 
-def missing(name: str) -> str | None:
-    """Why a peer cannot run here at all; None if its package is installed."""
-    if name not in NAMES:
-        raise ValueError(
-            f"peer {name!r} is not known: give one of {', '.join(NAMES)}, auto or none"
-        )
-    if importlib.util.find_spec(PACKAGES[name]) is None:
-        return f"{name} is not installed: {INSTALL}"
-    return None
+class Peer:
+    """Another program. Its `decode` gives the new tokens of a task, and tells `mark` after every
+    forward how many there are."""
+
+    plain, own_sampler = False, True
+
+    def __init__(self, name: str, memory_bytes: int) -> None:
+        self.name = self.target = name  # it takes its turn alone
+        self.memory_bytes, self.trees = memory_bytes, {}
+
+    def start(self, task: Task) -> "PeerText":
+        return PeerText(lambda mark: self.decode(task, mark))
 
 
-class TransformersPeer:
-    """transformers' own generate, eager and in fp32, optionally with its prompt lookup."""
+class PeerText:
+    def __init__(self, decode: Callable[[Callable[[int], None]], list[int]]) -> None:
+        self.decode = decode
+        self.tokens: list[int] = []
+        # The start, then the end of every forward, with the tokens by then.
+        self.marks: list[tuple[float, int]] = []
+
+    def __iter__(self) -> Iterator:
+        self.mark(0)
+        self.tokens = self.decode(self.mark)
+        yield self.tokens
+
+    def mark(self, count: int) -> None:
+        self.marks.append((time.perf_counter(), count))
+
+    def result(self) -> Decoded:
+        (started, _), (first, count), *_, (last, _) = [*self.marks, self.marks[-1]]
+        stats = RoundStats(prefill_s=first - started, decode_s=last - first)
+        stats.rounds, stats.emitted = len(self.marks) - 2, max(len(self.tokens) - count, 0)
+        return Decoded(self.tokens, stats)
+
+
+class TransformersPeer(Peer):
+    """transformers' own generate, optionally with its prompt lookup."""
 
     def __init__(self, name: str, model: torch.nn.Module) -> None:
-        self.name, self.model = name, model
-        self.lookup = name.endswith("lookup")
-        self.memory_bytes = sum(p.numel() * p.itemsize for p in model.parameters())
+        super().__init__(name, sum(p.numel() * p.itemsize for p in model.parameters()))
+        self.model = model
 
-    def run(
-        self, ids: list[int], sampling: SamplingConfig, budget: int, stop_ids: frozenset[int]
-    ) -> Run:
-        marks: list[tuple[float, int]] = []
+    def decode(self, task: Task, mark: Callable[[int], None]) -> list[int]:
+        ids, sampling, budget, stop_ids = task
+        device = self.model.device
 
         def watch(input_ids: torch.Tensor, scores: object, **_: object) -> torch.Tensor:
             """A stopping criterion that never stops: called once a forward."""
-            marks.append((time.perf_counter(), input_ids.shape[1]))
-            return torch.zeros(input_ids.shape[0], dtype=torch.bool)
+            if device.type == "cuda":  # the forward is only queued
+                torch.cuda.synchronize(device)
+            mark(input_ids.shape[1] - len(ids))
+            return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=device)
 
-        options = {"do_sample": sampling.kind != "greedy", "top_k": 0, "top_p": 1.0}
-        if options["do_sample"]:
+        options: dict = {"do_sample": False, "top_k": None, "top_p": None, "temperature": None}
+        if sampling.temperature > 0:
+            options = {"do_sample": True, "top_k": 0, "top_p": 1.0}
             options["temperature"] = sampling.temperature
             torch.manual_seed(sampling.seed)
-        else:
-            options |= {"top_k": None, "top_p": None, "temperature": None}
-        if self.lookup:
+        if self.name.endswith("lookup"):
             options["prompt_lookup_num_tokens"] = 10
-        prompt = torch.tensor([ids])
-        started = time.perf_counter()
+        prompt = torch.tensor([ids], device=device)
         with torch.inference_mode():
             found = self.model.generate(
                 prompt,
@@ -253,104 +281,95 @@ class TransformersPeer:
                 pad_token_id=0,
                 **options,
             )
-        tokens = found[0, len(ids) :].tolist()[:budget]
-        first, length = marks[0]
-        decoded = max(len(ids) + len(tokens) - length, 0)
-        return Run(tokens, first - started, marks[-1][0] - first, decoded, len(marks) - 1)
+        return found[0, len(ids) :].tolist()[:budget]
 
 
-def load_transformers(directory: Path) -> torch.nn.Module:
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(
-        directory, dtype=torch.float32, attn_implementation="eager", local_files_only=True
-    )
-
-
-class LlamaCppPeer:
+class LlamaCppPeer(Peer):
     """llama.cpp through llama-cpp-python, on a GGUF file of the same model."""
 
-    def __init__(self, name: str, path: Path, context: int, threads: int) -> None:
-        from llama_cpp import Llama
+    def __init__(self, path: Path, context: int, device: torch.device) -> None:
+        from llama_cpp import Llama, llama_supports_gpu_offload
 
-        self.name = name
+        super().__init__(f"llama.cpp {path.stem.rpartition('.')[2]}", path.stat().st_size)
+        on_gpu, threads = device.type == "cuda", torch.get_num_threads()
+        if on_gpu and not llama_supports_gpu_offload():
+            raise ValueError("llama.cpp was built without a GPU here and would run on the CPU")
         self.llama = Llama(
             str(path),
             n_ctx=context,
             n_threads=threads,
             n_threads_batch=threads,
-            n_gpu_layers=-1,
+            n_gpu_layers=-1 if on_gpu else 0,
             verbose=False,
         )
-        self.memory_bytes = path.stat().st_size
 
-    def run(
-        self, ids: list[int], sampling: SamplingConfig, budget: int, stop_ids: frozenset[int]
-    ) -> Run:
-        greedy = sampling.kind == "greedy"
+    def decode(self, task: Task, mark: Callable[[int], None]) -> list[int]:
+        ids, sampling, budget, stop_ids = task
         self.llama.reset()
         self.llama.set_seed(sampling.seed % 2**31)
         tokens: list[int] = []
-        started = first = time.perf_counter()
-        stream = self.llama.generate(
-            ids,
-            temp=0.0 if greedy else sampling.temperature,
-            top_k=0,
-            top_p=1.0,
-            min_p=0.0,
-            repeat_penalty=1.0,
-        )
+        options = {"temp": sampling.temperature, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+        stream = self.llama.generate(ids, repeat_penalty=1.0, **options)
         for token in stream:
-            if not tokens:
-                first = time.perf_counter()
             tokens.append(int(token))
+            mark(len(tokens))
             if len(tokens) == budget or token in stop_ids:
                 break
-        ended = time.perf_counter()
         stream.close()
-        return Run(tokens, first - started, ended - first, len(tokens) - 1, len(tokens) - 1)
+        return tokens
 
 
-def open_peer(
-    name: str, checkpoint: Path, gguf: Path | None, context: int, threads: int, shared: dict
-) -> object:
-    """The peer on the model files beside a checkpoint. ValueError says what is not there.
-
-    shared: a model that an earlier call has loaded, for the peers that differ in nothing else.
-    """
-    directory = checkpoint.parent
-    if name == "llama.cpp":
-        found = [gguf] if gguf else sorted(directory.glob("*.gguf"))
-        if not found or not found[0].is_file():
+def peer_names(asked: str) -> list[str]:
+    """The peers that --peers asks for and that are installed; `auto` asks for all that are."""
+    names = [] if asked == "none" else list(PEERS) if asked == "auto" else asked.split(",")
+    for name in names:
+        if name not in PEERS:
             raise ValueError(
-                f"llama.cpp needs a GGUF file: give --gguf FILE or put one beside {checkpoint}"
+                f"peer {name!r} is not known: give some of {', '.join(PEERS)}, or auto or none"
             )
-        return LlamaCppPeer(name, found[0], context, threads)
-    if not (directory / "config.json").is_file():
-        raise ValueError(
-            f"{name} needs the model's own config.json and weights beside {checkpoint}"
-        )
-    if "transformers" not in shared:
-        shared["transformers"] = load_transformers(directory)
-    return TransformersPeer(name, shared["transformers"])
+    absent = [name for name in names if importlib.util.find_spec(PEERS[name]) is None]
+    if absent and asked != "auto":
+        raise ValueError(f"{absent[0]} is not installed: {INSTALL}")
+    for name in absent:
+        note(f"without {name}: not installed: {INSTALL}")
+    return [name for name in dict.fromkeys(names) if name not in absent]
 
 
-def open_peers(
-    wanted: list[str], open_one: Callable[[str], object], say: Callable[[str], None], strict: bool
-) -> list[object]:
-    """Every peer that can run; those that cannot are named, or refused where they were asked for by
-    name.
-    """
-    peers = []
-    for name in wanted:
-        reason = missing(name)
-        if reason is None:
-            try:
-                peers.append(open_one(name))
-                continue
-            except (ValueError, OSError) as error:
-                reason = " ".join(str(error).split())
-        if strict:
-            raise ValueError(reason)
-        say(f"without {name}: {reason}")
-    return peers
+def open_peers(args: Namespace, target: Target, context: int) -> list[Peer]:
+    """The peers on the files beside a target of ours, on its device and in its precision. `auto`
+    names those that cannot run instead of refusing them."""
+    opened: dict[str, Peer] = {}
+    for name in peer_names(args.peers):
+        try:
+            if name == "llama.cpp":
+                opened[name] = open_llama_cpp(args.gguf, target, context)
+            else:
+                opened[name] = open_transformers(name, target, opened.get("transformers"))
+        except (ValueError, OSError) as error:
+            reason = " ".join(str(error).split())
+            if args.peers != "auto":
+                raise ValueError(f"peer {name}: {reason}") from None
+            note(f"without {name}: {reason}")
+    return list(opened.values())
+
+
+def open_llama_cpp(gguf: Path | None, target: Target, context: int) -> Peer:
+    found = [gguf] if gguf else sorted(target.path.parent.glob("*.gguf"))
+    if not found:
+        raise ValueError(f"give a GGUF file with --gguf, or put one beside {target.path}")
+    return LlamaCppPeer(found[0], context, target.model.norm.weight.device)
+
+
+def open_transformers(name: str, target: Target, other: TransformersPeer | None) -> Peer:
+    """other: the peer that has already loaded the same model."""
+    if other is not None:
+        return TransformersPeer(name, other.model)
+    if not (target.path.parent / "config.json").is_file():
+        raise ValueError(f"put the model's own config.json and weights beside {target.path}")
+    from transformers import AutoModelForCausalLM
+
+    weight = target.model.norm.weight
+    model = AutoModelForCausalLM.from_pretrained(
+        target.path.parent, dtype=weight.dtype, local_files_only=True
+    )
+    return TransformersPeer(name, model.to(weight.device))

@@ -27,7 +27,7 @@ import torch
 from eagle_draft import DraftHead
 from model import Transformer
 from talon.checkpoint import atomic_file
-from talon.decoder import Decoder, Generation, in_step
+from talon.decoder import Decoder, Generation
 from talon.sampling import SamplingConfig
 from talon.trees import (
     EAGLE1_PATHS,
@@ -47,7 +47,7 @@ from talon.tuning.acceptance import (
     paths_accepted,
     record,
 )
-from talon.tuning.costs import Costs, head_costs, row_costs
+from talon.tuning.costs import Costs, head_costs, medians, take_turns, target_pass
 
 ROWS = (1, 3, 6, 8, 16, 32, 64)  # of a target forward; other counts are interpolated
 
@@ -216,7 +216,7 @@ def race(
             racer.decoder.cached = []
             texts.append(Generation(racer.decoder, ids, sampling, budget))
         before = [0.0] * len(texts)
-        for index in in_step(texts):
+        for index in take_turns(texts, racers[0].decoder.device.type == "cuda"):
             stats = texts[index].stats
             if stats.rounds > 1:
                 order[index].round_times.append(stats.decode_s - before[index])
@@ -239,7 +239,7 @@ def tune(
     plain = Decoder(model, context, compile=compile)
     committed = int(statistics.mean(map(len, prompts))) + budget // 2  # as the race will have it
     say("tuning: measuring what rows and draft levels cost here ...")
-    (rows,) = row_costs([plain], ROWS, committed)
+    rows = medians({n: target_pass(plain, n, committed) for n in ROWS}, plain.device)
     width = min(PROBE["top_k"], head.config.draft_vocab_size)
     levels = min(PROBE["levels"], max(context // 4, 1))
     beams = [beam for beam in BEAMS if beam <= width]

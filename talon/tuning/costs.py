@@ -8,8 +8,9 @@ Leaves out: what the parts are worth (acceptance.py), and the choice (tuning.py)
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -50,16 +51,45 @@ def interpolate(points: dict[int, float], at: int) -> float:
     return float(np.interp(at, known, [points[count] for count in known]))
 
 
-def medians(
+def times(
     calls: dict[Hashable, Callable[[], object]], device: torch.device, repeats: int = 11
-) -> dict[Hashable, float]:
-    """Median seconds of every call after it has compiled; on a GPU of the replay of its CUDA graph.
+) -> dict[Hashable, list[float]]:
+    """Seconds of every call after it has compiled; on a GPU of the replay of its CUDA graph.
 
     They take turns, so that a slow moment of the machine falls on all of them."""
     with torch.inference_mode():
         timers = {key: timer(call, device) for key, call in calls.items()}
         turns = [{key: measure() for key, measure in timers.items()} for _ in range(repeats)]
-    return {key: statistics.median(turn[key] for turn in turns) for key in calls}
+    return {key: [turn[key] for turn in turns] for key in calls}
+
+
+def medians(
+    calls: dict[Hashable, Callable[[], object]], device: torch.device
+) -> dict[Hashable, float]:
+    return {key: statistics.median(taken) for key, taken in times(calls, device).items()}
+
+
+class Text(Protocol):
+    """A text that is being decoded: every step is a forward, which adds to `tokens`."""
+
+    tokens: list[int]
+
+    def __iter__(self) -> Iterator: ...
+
+
+def take_turns(texts: Sequence[Text], on_gpu: bool) -> Iterator[int]:
+    """Decode all of them, yielding after every forward whose it was.
+
+    On a CPU, whose speed varies from second to second, it is always the turn of the text with the
+    fewest tokens, so that equal texts end together. On a GPU, where a round is queued while the one
+    before runs, one text follows the other."""
+    running = {index: iter(text) for index, text in enumerate(texts)}
+    while running:
+        index = min(running, key=lambda i: 0 if on_gpu else len(texts[i].tokens))
+        if next(running[index], None) is None:
+            del running[index]
+        else:
+            yield index
 
 
 def timer(call: Callable[[], object], device: torch.device) -> Callable[[], float]:
@@ -90,6 +120,7 @@ def timed_replay(graph: torch.cuda.CUDAGraph) -> float:
     return before.elapsed_time(after) / 1e3
 
 
+@torch.inference_mode()
 def target_pass(decoder: Decoder, rows: int, committed: int) -> Callable[[], object]:
     """A target forward over `rows` nodes behind `committed` tokens, down to the accepted path."""
     device, model = decoder.device, decoder.model
@@ -102,20 +133,6 @@ def target_pass(decoder: Decoder, rows: int, committed: int) -> Callable[[], obj
         return decoder.run_target((tokens, parents, ancestors), length, slots, "greedy", 1)
 
     return run
-
-
-@torch.inference_mode()
-def row_costs(
-    decoders: Sequence[Decoder], rows: Sequence[int], committed: int
-) -> list[dict[int, float]]:
-    """Seconds of every decoder's target forward by rows; all of them take turns."""
-    calls = {
-        (index, n): target_pass(decoder, n, committed)
-        for index, decoder in enumerate(decoders)
-        for n in rows
-    }
-    taken = medians(calls, decoders[0].device)
-    return [{n: taken[index, n] for n in rows} for index in range(len(decoders))]
 
 
 @torch.inference_mode()

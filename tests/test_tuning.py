@@ -4,7 +4,6 @@ and it is kept.
 
 import json
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -29,7 +28,7 @@ from talon.tuning import acceptance
 from talon.tuning import choice as tuning
 from talon.tuning.acceptance import Recording
 from talon.tuning.choice import Candidate, Choice, Racer
-from talon.tuning.costs import Costs, interpolate, medians
+from talon.tuning.costs import Costs, interpolate, medians, take_turns, target_pass, times
 
 PROMPTS = [[1, 2, 3], [5, 6, 9, 2], [7, 3]]
 GREEDY = SamplingConfig()
@@ -247,12 +246,11 @@ def test_the_finalists_are_the_best_of_each_kind_and_one_of_another_size():
     assert [c.kind for c in chosen] == ["both", "lookup", "dynamic", "static"]
 
 
-class Slow:
-    """A text of single tokens but for every `leap`-th round, which gives more."""
+class Known:
+    """A text of single tokens but for every round of `leap` tokens."""
 
-    def __init__(self, name: str, tokens: int, leap: int, seen: list[str], device: str) -> None:
+    def __init__(self, name: str, tokens: int, leap: int, seen: list[str]) -> None:
         self.name, self.wanted, self.leap, self.seen = name, tokens, leap, seen
-        self.decoder = SimpleNamespace(device=torch.device(device))
         self.tokens: list[int] = []
 
     def __iter__(self):
@@ -262,12 +260,18 @@ class Slow:
             yield self.tokens
 
 
-def test_texts_go_in_step_on_a_cpu_and_one_after_another_on_a_gpu():
-    for device, order in (("cpu", "abaabaaba"), ("cuda", "aaaaaabbb")):
+def test_texts_take_turns_on_a_cpu_and_follow_one_another_on_a_gpu():
+    for on_gpu, order in ((False, "abaabaaba"), (True, "aaaaaabbb")):
         seen: list[str] = []
-        texts = [Slow("a", 6, 1, seen, device), Slow("b", 6, 2, seen, device)]
-        turns = list(tuning.in_step(texts))
+        turns = list(take_turns([Known("a", 6, 1, seen), Known("b", 6, 2, seen)], on_gpu))
         assert "".join(seen) == order and "".join("ab"[i] for i in turns) == order
+
+
+def test_timing_a_forward_leaves_the_decoder_as_it_was():
+    decoder = Decoder(random_model(), 64, compile=False)
+    before = decoder.length.clone()
+    assert set(medians({n: target_pass(decoder, n, 20) for n in (1, 3)}, decoder.device)) == {1, 3}
+    assert torch.equal(decoder.length, before)
 
 
 def test_a_race_times_every_round_but_the_first_of_a_text():
@@ -298,8 +302,8 @@ def test_a_slow_machine_records_fewer_prompts(monkeypatch):
     monkeypatch.setattr(tuning, "race", race)
     prompts = [[n % 24, 3] for n in range(12)]
     for second in (0.001, 10.0):
-        costs = [dict.fromkeys(tuning.ROWS, second)]
-        monkeypatch.setattr(tuning, "row_costs", lambda *_, costs=costs: costs)
+        costs = dict.fromkeys(tuning.ROWS, second)
+        monkeypatch.setattr(tuning, "medians", lambda *_, costs=costs: costs)
         tuning.tune(model, head, prompts, GREEDY, compile=False, budget=8)
     assert recorded == [12, tuning.RACED] and raced == [tuning.RACED] * 2
 
@@ -307,8 +311,8 @@ def test_a_slow_machine_records_fewer_prompts(monkeypatch):
 def test_what_is_measured_takes_turns():
     seen = []
     calls = {name: lambda n=name: seen.append(n) for name in "xyz"}
-    taken = medians(calls, torch.device("cpu"), repeats=3)
-    assert set(taken) == set("xyz") and all(seconds >= 0 for seconds in taken.values())
+    taken = times(calls, torch.device("cpu"), repeats=3)
+    assert set(taken) == set("xyz") and all(len(seconds) == 3 for seconds in taken.values())
     assert seen == list("xxyyzz") + 3 * list("xyz")
 
 

@@ -20,7 +20,7 @@ import torch
 
 from eagle_draft import DraftHead
 from model import Transformer
-from talon.cli import DEMO, note
+from talon.cli import note
 from talon.decoder import Decoder, Generation, RoundStats
 from talon.loading import (
     device_name,
@@ -139,10 +139,10 @@ def load_all(args: Namespace) -> list[Target]:
     """Every target with every head, each loaded once."""
     device, targets = pick_device(args.device), []
     dtype = pick_dtype(args.dtype, device)
-    for path in args.checkpoint_path or [DEMO]:
+    for path in args.checkpoint_path:
         file = read_kind(path, "target")
         model, heads = load_target(file, device, dtype), []
-        for head_path in args.draft_checkpoint_path or []:
+        for head_path in args.draft_checkpoint_path:
             name = head_name(head_path, [head.name for head in heads])
             module = load_head(read_kind(head_path, "draft"), model, device, dtype)
             heads.append(Head(name, head_path, module))
@@ -320,19 +320,16 @@ class LlamaCppPeer(Peer):
 
 
 def peer_names(asked: str) -> list[str]:
-    """The peers that --peers asks for and that are installed; `auto` asks for all that are."""
+    """What --peers asks for; ValueError if that is not known, or named and not installed."""
     names = [] if asked == "none" else list(PEERS) if asked == "auto" else asked.split(",")
     for name in names:
         if name not in PEERS:
             raise ValueError(
                 f"peer {name!r} is not known: give some of {', '.join(PEERS)}, or auto or none"
             )
-    absent = [name for name in names if importlib.util.find_spec(PEERS[name]) is None]
-    if absent and asked != "auto":
-        raise ValueError(f"{absent[0]} is not installed: {INSTALL}")
-    for name in absent:
-        note(f"without {name}: not installed: {INSTALL}")
-    return [name for name in dict.fromkeys(names) if name not in absent]
+        if asked != "auto" and importlib.util.find_spec(PEERS[name]) is None:
+            raise ValueError(f"{name} is not installed: {INSTALL}")
+    return list(dict.fromkeys(names))
 
 
 def open_peers(args: Namespace, target: Target, context: int) -> list[Peer]:
@@ -341,6 +338,8 @@ def open_peers(args: Namespace, target: Target, context: int) -> list[Peer]:
     opened: dict[str, Peer] = {}
     for name in peer_names(args.peers):
         try:
+            if importlib.util.find_spec(PEERS[name]) is None:
+                raise ValueError(f"not installed: {INSTALL}")
             if name == "llama.cpp":
                 opened[name] = open_llama_cpp(args.gguf, target, context)
             else:

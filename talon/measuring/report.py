@@ -249,23 +249,22 @@ def new_figure(report: dict, title: str) -> "tuple[Figure, Axes]":
     return figure, axes
 
 
-def label_lines(axes: "Axes", ends: list[tuple[str, float, float]], side: int) -> None:
-    """Write every line's name next to its end (name, x, y), to the right (side 1) or left (-1) of
-    it; names that would overlap are moved up."""
+def draw_lines(axes: "Axes", lines: list[tuple[str, list, list]], side: int) -> None:
+    """Draw lines (name, x, y) and write every name at its line's right end (side 1) or left end
+    (-1); names that would overlap are moved up."""
+    ends = []
+    for color, (name, x, y) in zip(itertools.cycle(COLORS), lines, strict=False):
+        axes.plot(x, y, marker="o", ms=4, color=color)
+        end = -1 if side > 0 else 0
+        ends.append((y[end], x[end], name, color))
+    axes.autoscale_view()
     points, lowest = 72 / axes.figure.dpi, -math.inf
-    for index, (name, x, y) in sorted(enumerate(ends), key=lambda item: item[1][2]):
+    for y, x, name, color in sorted(ends):
         height = axes.transData.transform((x, y))[1] * points
         lowest = max(height, lowest + 11)
-        axes.annotate(
-            name,
-            (x, y),
-            (8 * side, lowest - height),
-            textcoords="offset points",
-            ha="left" if side > 0 else "right",
-            va="center",
-            fontsize=9,
-            color=COLORS[index % len(COLORS)],
-        )
+        away = {"xytext": (8 * side, lowest - height), "textcoords": "offset points"}
+        places = {"ha": "left" if side > 0 else "right", "va": "center"}
+        axes.annotate(name, (x, y), **away, **places, fontsize=9, color=color)
 
 
 def first_temperature(report: dict) -> list[dict]:
@@ -317,16 +316,14 @@ def rows_plot(report: dict) -> "Figure | None":
     axes.xaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_major_formatter("{x:g}")
     axes.grid(alpha=0.3)
-    ends = []
-    for index, curve in enumerate(report["row_costs"]):
-        color = COLORS[index % len(COLORS)]
+    lines = []
+    for color, curve in zip(itertools.cycle(COLORS), report["row_costs"], strict=False):
         counts, values = [int(n) for n in curve["rows_ms"]], list(curve["rows_ms"].values())
-        axes.plot(counts, values, marker="o", ms=4, color=color)
         axes.plot(counts[:: len(counts) - 1], [curve["reading_ms"]] * 2, "--", color=color, lw=1)
-        ends.append((curve["target"], counts[-1], values[-1]))
+        lines.append((curve["target"], counts, values))
     axes.plot([], [], "--", color=GRAY, lw=1, label="reading weights and cache once")
     axes.legend(fontsize=9, frameon=False)
-    label_lines(axes, ends, 1)
+    draw_lines(axes, lines, 1)
     return figure
 
 
@@ -339,20 +336,16 @@ def acceptance_plot(report: dict) -> "Figure | None":
         return None
     title = "Share of rounds that accept a token at each depth of the tree, "
     figure, axes = new_figure(report, f"{title}temperature {rows[0]['temperature']:g}")
-    ends = []
-    for index, row in enumerate(rows):
-        shares = row["accepted_by_depth"]
-        axes.plot(
-            range(1, len(shares) + 1), shares, marker="o", ms=4, color=COLORS[index % len(COLORS)]
-        )
-        ends.append((f"{row['tree']} (auto)" if is_auto(row) else row["tree"], 1, shares[0]))
-    deepest = max(len(row["accepted_by_depth"]) for row in rows)
-    axes.set_xticks(range(1, deepest + 1))
+    lines = []
+    for row in rows:
+        name, shares = f"{row['tree']}{' (auto)' if is_auto(row) else ''}", row["accepted_by_depth"]
+        lines.append((name, list(range(1, len(shares) + 1)), shares))
+    axes.set_xticks(max((depths for _, depths, _ in lines), key=len))
     axes.set_ylim(0, 1)
     axes.yaxis.tick_right()  # on the left stand the names
     axes.spines[:].set_visible(False)
     axes.grid(alpha=0.3)
-    label_lines(axes, ends, -1)
+    draw_lines(axes, lines, -1)
     return figure
 
 

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from model import ModelConfig
 from talon.tokenizer import Tokenizer, is_text
 
 DATA = Path(__file__).with_name("data")  # what ships: prompts, and texts to quantise by
@@ -135,10 +134,12 @@ def made_up_prompts(vocab_size: int, count: int, longest: int) -> list[list[int]
     ]
 
 
-def tuning_prompts(tokenizer: Tokenizer | None, config: ModelConfig) -> list[list[int]]:
+def tuning_prompts(
+    tokenizer: Tokenizer | None, vocab_size: int, max_seq_length: int
+) -> list[list[int]]:
     """What `--tree auto` is tuned on, as ids that leave half of the context or more."""
     questions, _ = read_questions(TUNING)
-    longest = min(512, config.max_seq_length // 2)
+    longest = min(512, max_seq_length // 2)
     if tokenizer is None:
-        return made_up_prompts(config.vocab_size, len(questions), longest)
+        return made_up_prompts(vocab_size, len(questions), longest)
     return [encode_question(question, tokenizer)[:longest] for question in questions]

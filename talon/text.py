@@ -280,7 +280,7 @@ def load(
         choice = settle(
             (file.path, head_file.path), (device_name(where), precision_name(file, precision)),
             model, head,
-            lambda: tuning_prompts(tokenizer, config),
+            lambda: tuning_prompts(tokenizer, config.vocab_size, config.max_seq_length),
             sampling, compile, tune, note,
         )  # fmt: skip
         shape = choice.tree if choice else shape

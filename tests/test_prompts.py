@@ -155,5 +155,5 @@ def test_the_tuning_prompts_are_not_those_of_the_benchmark():
     assert len(tuning_set) == 24 and not problems
     measured, _ = read_questions(BUILT_IN)
     assert not {q.text for q in tuning_set} & {q.text for q in measured}
-    prompts = tuning_prompts(None, replace(CONFIG, max_seq_length=20))
+    prompts = tuning_prompts(None, 50, 20)
     assert len(prompts) == 24 and {len(ids) for ids in prompts} == {10}

@@ -196,7 +196,9 @@ def auto_decoder(
         (device_name(pick_device(args.device)), target.precision),
         model,
         head.module,
-        lambda: tuning_prompts(target.tokenizer, model.config),
+        lambda: tuning_prompts(
+            target.tokenizer, model.config.vocab_size, model.config.max_seq_length
+        ),
         SamplingConfig(temperature),
         args.compile,
         "again" if args.retune else "once",

@@ -25,11 +25,10 @@ from statistics import median
 
 import torch
 
-from model import ModelConfig
 from talon.checking import compare_ids
 from talon.cli import DEMO, Parser, note, run
 from talon.decoder import Decoder
-from talon.loading import DTYPES, device_name, find_tokenizer, fit_context, pick_device, read_kind
+from talon.loading import DTYPES, Files, device_name, fit_context, open_files, pick_device
 from talon.measuring.methods import (
     PEERS,
     TREES,
@@ -57,7 +56,7 @@ from talon.measuring.roofline import pick_card, predict, reading, roofline_table
 from talon.prompts import BUILT_IN, encode_question, made_up_prompts, read_questions, spread
 from talon.records import bytes_per_round, project_commit
 from talon.sampling import SamplingConfig
-from talon.tokenizer import Tokenizer
+from talon.tuning.choice import forget_choices
 from talon.tuning.costs import head_costs, take_turns, target_pass, times
 
 ROWS = (1, 2, 4, 8, 16, 24, 26, 32, 48, 64)
@@ -247,12 +246,10 @@ def check_args(args: Namespace) -> None:
         peer_names(args.peers)
 
 
-def read_prompts(
-    args: Namespace, config: ModelConfig, tokenizer: Tokenizer | None
-) -> tuple[list[list[int]], list[str]]:
+def read_prompts(args: Namespace, files: Files) -> tuple[list[list[int]], list[str]]:
     """The prompts as ids, and what was left out. A bad line of a file of the user's is refused or
     skipped, as --bad_questions says; a prompt of our own is only too long for a small context."""
-    own = args.questions == BUILT_IN
+    own, config, tokenizer = args.questions == BUILT_IN, files.config, files.tokenizer
     context = fit_context(args.max_seq_length, config, 10**9)
     limit = context - args.max_new_tokens
     if tokenizer is None and own:
@@ -286,16 +283,17 @@ def read_prompts(
 
 def compare(args: Namespace, argv: list[str]) -> int:
     """The side-by-side measurement. Returns the exit code."""
-    path = args.checkpoint_path[0]
-    config = ModelConfig.from_dict(read_kind(path, "target").config)
-    tokenizer = find_tokenizer(path.parent, config)
-    prompts, skipped = read_prompts(args, config, tokenizer) if args.decoding else ([], [])
-    targets = load_all(args)
+    opened = [open_files(path) for path in args.checkpoint_path]
+    config = opened[0].config
+    prompts, skipped = read_prompts(args, opened[0]) if args.decoding else ([], [])
+    targets = load_all(args, opened)
     need = max(map(len, prompts)) + args.max_new_tokens + 1 if prompts else 256
     context = fit_context(args.max_seq_length or min(need, config.max_seq_length), config)
     stop_ids = frozenset() if args.ignore_eos else frozenset(config.eos_ids)
     methods: list[TalonMethod | Peer] = []
     if args.decoding:
+        for path in args.checkpoint_path if args.retune else ():
+            forget_choices(path)
         methods += our_methods(args, targets, context)
         methods += open_peers(args, targets[0], context)
     report = conditions(args, argv)

@@ -186,7 +186,7 @@ def test_the_row_cost_curve_can_be_measured_alone(files, tmp_path, capsys):
 def test_auto_has_a_tree_for_every_temperature_and_plain_stays_the_reference(files, monkeypatch):
     def tune(model, head, prompts, sampling, *_, **__):
         tree = "chain:2" if sampling.temperature == 0 else "none"
-        return Choice(parse_tree(tree), 1.5, 1.2, {"paths": None})
+        return Choice(parse_tree(tree), 1.5)
 
     monkeypatch.setattr(tuning, "tune", tune)
     lines = []

@@ -11,6 +11,7 @@ from tiny import GOLDEN, cycle_table, random_model, table_head, table_model
 
 import benchmark
 from talon.decoder import Decoder
+from talon.loading import Files
 from talon.measuring import methods
 from talon.measuring.methods import LlamaCppPeer, Peer, TalonMethod, Target, Task
 from talon.sampling import SamplingConfig
@@ -108,7 +109,9 @@ def arguments(peers: str, **options) -> Namespace:
 
 
 def target_in(directory) -> Target:
-    return Target("fp32", directory / "t.safetensors", "fp32", random_model(), [], None)
+    model = random_model()
+    checkpoint = Namespace(path=directory / "t.safetensors")
+    return Target("fp32", Files(checkpoint, model.config, None), model, [])
 
 
 def test_a_peer_that_is_not_installed_is_named_with_the_command_that_installs_it(

@@ -8,6 +8,7 @@ import pytest
 from tiny import random_model
 
 import benchmark
+from talon.loading import Files
 from talon.prompts import (
     BUILT_IN,
     TUNING,
@@ -93,7 +94,8 @@ class Words:
 
 def prompts_from(*flags: str, context: int = 128) -> tuple[list[list[int]], list[str]]:
     args = benchmark.parse_args(["--max_new_tokens", "10", *flags])
-    return benchmark.read_prompts(args, replace(CONFIG, max_seq_length=context), Words())
+    files = Files(None, replace(CONFIG, max_seq_length=context), Words())
+    return benchmark.read_prompts(args, files)
 
 
 def test_bad_and_too_long_questions_are_refused_or_skipped_as_the_flag_says(tmp_path, capsys):

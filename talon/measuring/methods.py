@@ -23,21 +23,18 @@ from model import Transformer
 from talon.cli import note
 from talon.decoder import Decoder, Generation, RoundStats
 from talon.loading import (
-    device_name,
-    find_tokenizer,
+    Files,
     fit_tree,
     load_head,
     load_target,
     pick_device,
     pick_dtype,
     precision_name,
-    read_kind,
 )
-from talon.prompts import tuning_prompts
 from talon.records import module_bytes, moved_bytes, peak_memory
 from talon.sampling import SamplingConfig
-from talon.tokenizer import Tokenizer
-from talon.tuning.choice import settle
+from talon.trees import parse_tree
+from talon.tuning.choice import auto_tree
 
 TREES = ("chain:3", "static", "dynamic:nodes=24,levels=5,top_k=8")
 
@@ -97,7 +94,7 @@ class TalonText:
 
     def __iter__(self) -> Iterator:
         decoder = self.generation.decoder
-        decoder.cached = []  # every prompt is timed with its own prefill
+        decoder.forget()  # every prompt is timed with its own prefill
         if decoder.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(decoder.device)
         yield from self.generation
@@ -111,101 +108,81 @@ class TalonText:
 def held_bytes(decoder: Decoder) -> int:
     """Of the weights and caches that a decoder holds."""
     held = [decoder.model, decoder.cache]
-    if decoder.tree.needs_head:
-        held += [decoder.drafter.head.layer, decoder.drafter.cache]
+    if decoder.drafter.stage is not None:
+        held += [decoder.drafter.stage.module.layer, decoder.drafter.stage.cache]
     return sum(map(module_bytes, held))
 
 
-@dataclass(frozen=True)
-class Head:
+class Head(NamedTuple):
     name: str
-    path: Path
+    files: Files  # its own and its target's
     module: DraftHead
 
 
-@dataclass(frozen=True)
-class Target:
+class Target(NamedTuple):
     """A target in memory with the heads that belong to it."""
 
     name: str
-    path: Path
-    precision: str
+    files: Files
     model: Transformer
     heads: list[Head]
-    tokenizer: Tokenizer | None
+
+    @property
+    def path(self) -> Path:
+        return self.files.target.path
 
 
-def load_all(args: Namespace) -> list[Target]:
+def load_all(args: Namespace, opened: list[Files]) -> list[Target]:
     """Every target with every head, each loaded once."""
     device, targets = pick_device(args.device), []
     dtype = pick_dtype(args.dtype, device)
-    for path in args.checkpoint_path:
-        file = read_kind(path, "target")
-        model, heads = load_target(file, device, dtype), []
-        for head_path in args.draft_checkpoint_path:
-            name = head_name(head_path, [head.name for head in heads])
-            module = load_head(read_kind(head_path, "draft"), model, device, dtype)
-            heads.append(Head(name, head_path, module))
-        name = precision = precision_name(file, dtype)
-        if any(name == other.name for other in targets):
-            name = f"{name} ({file.path})"
-        tokenizer = find_tokenizer(file.path.parent, model.config)
-        targets.append(Target(name, file.path, precision, model, heads, tokenizer))
+    for files in opened:
+        model, heads = load_target(files, device, dtype), []
+        for path in args.draft_checkpoint_path:
+            with_head = files.with_head(path)
+            # A file's name, or its folder's where that says nothing or is taken.
+            names = [path.stem] if path.stem != "talon" else []
+            name = first_free([*names, path.parent.name, str(path)], heads)
+            heads.append(Head(name, with_head, load_head(with_head, model, device, dtype)))
+        name = precision_name(files.target, dtype)
+        name = first_free([name, f"{name} ({files.target.path})"], targets)
+        targets.append(Target(name, files, model, heads))
     return targets
 
 
-def head_name(path: Path, taken: list[str]) -> str:
-    """A short name for a head: its file's, or its folder's where the file's says nothing or is
-    taken."""
-    name = path.parent.name if path.stem == "talon" or path.stem in taken else path.stem
-    return name if name not in taken else str(path)
+def first_free(names: list[str], taken: list[Head] | list[Target]) -> str:
+    return next(name for name in names if name not in [other.name for other in taken])
 
 
 def our_methods(args: Namespace, targets: list[Target], context: int) -> Iterator[TalonMethod]:
     """Plain decoding of every target, every head with every tree, and lookup."""
     for target in targets:
-        sources = [("plain", None, "none")]
+        sources: list[tuple[str, str, Head | None]] = [("plain", "none", None)]
         for head, tree in itertools.product(target.heads, args.tree or TREES):
-            sources.append((f"{head.name} {tree}", head, tree))
+            sources.append((f"{head.name} {tree}", tree, head))
         if args.lookup:
-            sources.append((f"lookup:{args.lookup}", None, f"lookup:{args.lookup}"))
-        for name, head, tree in sources:
-            decoders = make_decoders(args, target, head, tree, context)
+            sources.append((f"lookup:{args.lookup}", f"lookup:{args.lookup}", None))
+        for name, tree, head in sources:
+            decoders = make_decoders(args, target.model, tree, head, context)
             yield TalonMethod(f"{target.name} {name}", target.name, decoders, name == "plain")
 
 
 def make_decoders(
-    args: Namespace, target: Target, head: Head | None, tree: str, context: int
+    args: Namespace, model: Transformer, name: str, head: Head | None, context: int
 ) -> dict[float, Decoder]:
     """The decoder of every temperature. Only `auto` makes more than one."""
-    if tree == "auto":
-        return {t: auto_decoder(args, target, head, t, context) for t in args.temperature}
     module = head and head.module
-    shape = fit_tree(tree, module and module.config)
-    decoder = Decoder(target.model, context, module, shape, args.compile)
-    return dict.fromkeys(args.temperature, decoder)
-
-
-def auto_decoder(
-    args: Namespace, target: Target, head: Head, temperature: float, context: int
-) -> Decoder:
-    """With the tree that `--tree auto` chooses at this temperature."""
-    model = target.model
-    choice = settle(
-        (target.path, head.path),
-        (device_name(pick_device(args.device)), target.precision),
-        model,
-        head.module,
-        lambda: tuning_prompts(
-            target.tokenizer, model.config.vocab_size, model.config.max_seq_length
-        ),
-        SamplingConfig(temperature),
-        args.compile,
-        "again" if args.retune else "once",
-        note,
-    )
-    tree = choice.tree if choice else fit_tree("auto", head.module.config)
-    return Decoder(model, context, head.module, tree, args.compile)
+    if name != "auto":
+        tree = fit_tree(parse_tree(name), head and head.files.head_config)
+        decoder = Decoder(model, context, module, tree, args.compile)
+        return dict.fromkeys(args.temperature, decoder)
+    decoders = {}
+    for temperature in args.temperature:
+        sampling = SamplingConfig(temperature)
+        choice = auto_tree(head.files, model, module, sampling, args.compile, measure=True)
+        tree = choice.tree if choice else fit_tree(None, head.files.head_config)
+        decoders[temperature] = Decoder(model, context, module, tree, args.compile)
+    return decoders
 
 
 # ---------------------------------------------------------------- other programs
@@ -357,7 +334,7 @@ def open_peers(args: Namespace, target: Target, context: int) -> list[Peer]:
 def open_llama_cpp(gguf: Path | None, target: Target, context: int) -> Peer:
     found = [gguf] if gguf else sorted(target.path.parent.glob("*.gguf"))
     if not found:
-        raise ValueError(f"give a GGUF file with --gguf, or put one beside {target.path}")
+        raise ValueError(f"give a GGUF file with --gguf, or put one next to {target.path}")
     return LlamaCppPeer(found[0], context, target.model.norm.weight.device)
 
 
@@ -366,7 +343,7 @@ def open_transformers(name: str, target: Target, other: TransformersPeer | None)
     if other is not None:
         return TransformersPeer(name, other.model)
     if not (target.path.parent / "config.json").is_file():
-        raise ValueError(f"put the model's own config.json and weights beside {target.path}")
+        raise ValueError(f"put the model's own config.json and weights next to {target.path}")
     from transformers import AutoModelForCausalLM
 
     weight = target.model.norm.weight

@@ -52,7 +52,7 @@ from talon.measuring.report import (
     versions,
     write_reports,
 )
-from talon.measuring.roofline import pick_card, predict, reading, roofline_table
+from talon.measuring.roofline import CARDS, STREAM, predict, readers, roofline_table
 from talon.prompts import BUILT_IN, encode_question, made_up_prompts, read_questions, spread
 from talon.records import bytes_per_round, project_commit
 from talon.sampling import SamplingConfig
@@ -147,13 +147,14 @@ def cost_curves(args: Namespace, targets: list[Target], context: int) -> dict:
     note("measuring what rows cost ...")
     decoders = [Decoder(target.model, context, compile=args.compile) for target in targets]
     committed, device = min(256, context // 2), decoders[0].device
-    stream = reading(device)
+    size = STREAM[device.type]
+    reads = readers(device, size)
     calls = {
         (index, count): target_pass(decoder, count, committed)
         for (index, decoder), count in itertools.product(enumerate(decoders), ROWS)
     }
-    taken = times(calls | stream.calls, device)
-    rate = stream.bytes_per_s(taken[name] for name in stream.calls)
+    taken = times(calls | reads, device)
+    rate = size / min(min(taken[name]) for name in reads)
     curves = []
     for index, (target, decoder) in enumerate(zip(targets, decoders, strict=True)):
         heads, moved = {}, bytes_per_round(decoder, committed)
@@ -205,7 +206,7 @@ def parse_args(argv: list[str] | None) -> Namespace:
     add("--no_row_costs", dest="row_costs", action="store_false", help="no row-cost curve")
     add("--retune", action="store_true", help="let --tree auto measure again")
     add("--out", type=Path, help="directory for results.json, results.md, cells.jsonl and plots")
-    add("--roofline", metavar="CARD", help="print predictions for a card (rtx3090) and stop")
+    add("--roofline", choices=list(CARDS), help="print predictions for this card and stop")
     args = parser.parse_args(argv)
     # Defaults of what may be repeated: argparse would append to them.
     args.checkpoint_path = args.checkpoint_path or [DEMO]
@@ -361,7 +362,7 @@ def main(argv: list[str] | None = None) -> int:
         torch.set_num_threads(args.threads)
     if args.roofline is None:
         return compare(args, argv if argv is not None else sys.argv[1:])
-    card = pick_card(args.roofline)
+    card = CARDS[args.roofline]
     found = {"card": asdict(card), "predictions": predict(card)}
     print(roofline_table(card), json.dumps(found), sep="\n\n")
     return 0

@@ -44,7 +44,7 @@ from talon.drafters import EagleDrafter
 from talon.graphs import compile_region
 from talon.kernels.linear import LINEARS, pack, quantize_int4, quantize_int8, swap_linears
 from talon.loading import device_name, pick_device, pick_dtype
-from talon.measuring.roofline import MODELS, reading
+from talon.measuring.roofline import MODELS, STREAM, readers
 from talon.records import bytes_per_round, markdown_table, module_bytes, project_commit
 from talon.sampling import GREEDY
 from talon.text import load
@@ -76,7 +76,7 @@ class Scope:
         ("int4", "dynamic:nodes=16,levels=4,top_k=4"),
     )
     shapes: tuple[tuple[int, int], ...] = ((4096, 4096), (22016, 4096), (4096, 11008))
-    stream: int = 0  # bytes whose reading is timed; 0: more than a cache holds
+    stream: int = STREAM["cuda"]  # bytes whose reading is timed
     tokens: int = 128
     context: int = 1024
     compile: bool = True
@@ -266,8 +266,8 @@ class Check:
         self.scope, self.out, self.ends = scope, out, time.monotonic() + budget_s
         self.rows: dict[str, list[dict]] = {}
         self.failures: dict[str, str] = {}
-        stream = reading(device, scope.stream)
-        self.read_bytes_per_s = stream.bytes_per_s(times(stream.calls, device).values())
+        taken = times(readers(device, scope.stream), device)
+        self.read_bytes_per_s = scope.stream / min(map(min, taken.values()))
         self.facts = {
             "device": device_name(device),
             "torch": torch.__version__,

@@ -10,7 +10,6 @@ import math
 import platform
 import statistics
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -125,26 +124,22 @@ def summarize(method: TalonMethod | Peer, cells: list[Cell], plain: list[Cell]) 
 # ---------------------------------------------------------------- tables
 
 
-def optional(value: float | None, form: str, scale: float = 1.0) -> str:
-    return "" if value is None else format(value * scale, form)
-
-
-COLUMNS: dict[str, Callable[[dict], str]] = {
-    "method": lambda row: row["method"] + (f" ({row['tree']})" if is_auto(row) else ""),
-    "T": lambda row: f"{row['temperature']:g}",
-    "tokens/s": lambda row: f"{row['tokens_per_s']:.1f}",
-    "spread": lambda row: f"{row['tokens_per_s_spread']:.1%}",
-    "x plain": lambda row: optional(row["times_plain"], ".2f"),
-    "first token ms": lambda row: optional(row["first_token_s"], ".0f", 1e3),
-    "accept.": lambda row: f"{row['acceptance_length']:.2f}",
-    "draft ms": lambda row: optional(row["draft_ms"], ".2f"),
-    "verify ms": lambda row: optional(row["verify_ms"], ".2f"),
-    "rest ms": lambda row: optional(row["rest_ms"], ".2f"),
-    "GB/s": lambda row: optional(row["bandwidth_bytes_per_s"], ".1f", 1e-9),
-    "MB/token": lambda row: optional(row["bytes_per_token"], ".0f", 1e-6),
-    "memory GB": lambda row: optional(row["memory_bytes"], ".2f", 1e-9),
-    "ids as plain": lambda row: same_text(row.get("ids")),
-}
+# Heading, field, format, and the factor that the heading's unit asks for. What is not known is left
+# empty.
+COLUMNS = (
+    ("T", "temperature", "g", 1),
+    ("tokens/s", "tokens_per_s", ".1f", 1),
+    ("spread", "tokens_per_s_spread", ".1%", 1),
+    ("x plain", "times_plain", ".2f", 1),
+    ("first token ms", "first_token_s", ".0f", 1e3),
+    ("accept.", "acceptance_length", ".2f", 1),
+    ("draft ms", "draft_ms", ".2f", 1),
+    ("verify ms", "verify_ms", ".2f", 1),
+    ("rest ms", "rest_ms", ".2f", 1),
+    ("GB/s", "bandwidth_bytes_per_s", ".1f", 1e-9),
+    ("MB/token", "bytes_per_token", ".0f", 1e-6),
+    ("memory GB", "memory_bytes", ".2f", 1e-9),
+)
 
 
 def is_auto(row: dict) -> bool:
@@ -162,11 +157,13 @@ def same_text(ids: dict | None) -> str:
 
 def method_table(rows: list[dict]) -> str:
     """Markdown for people: one line a method and temperature."""
-    if not rows:
-        return ""
-    return markdown_table(
-        [list(COLUMNS), *([form(row) for form in COLUMNS.values()] for row in rows)]
-    )
+    lines = [["method", *(name for name, *_ in COLUMNS), "ids as plain"]]
+    for row in rows:
+        name = f"{row['method']} ({row['tree']})" if is_auto(row) else row["method"]
+        cells = [(row[key], form, factor) for _, key, form, factor in COLUMNS]
+        shown = ["" if value is None else format(value * f, form) for value, form, f in cells]
+        lines.append([name, *shown, same_text(row.get("ids"))])
+    return markdown_table(lines) if rows else ""
 
 
 def curve_table(curves: list[dict]) -> str:

@@ -14,7 +14,7 @@ Leaves out: launches, norms, softmax, sampling; `EFFICIENCY` stands for all of i
 distance between a data sheet and a kernel.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +25,8 @@ from talon.records import markdown_table
 EFFICIENCY = 0.90  # of the data sheet's bandwidth and rate that a good kernel reaches
 
 CONTEXT = 1024  # tokens in the cache
+
+STREAM = {"cpu": 1 << 28, "cuda": 1 << 30}  # bytes that are read to time it: no cache holds them
 
 # ---------------------------------------------------------------- cards, models, published heads
 
@@ -98,12 +100,6 @@ PUBLISHED = [
     Published("Vicuna-13B", "EAGLE-2", "eagle1", 32000, 60, 6, 10, 4.83),
     Published("Vicuna-13B", "EAGLE-3", "eagle3", 32000, 60, 8, 10, 6.65),
 ]
-
-
-def pick_card(name: str) -> Card:
-    if name not in CARDS:
-        raise ValueError(f"card {name!r} is not known: give one of {', '.join(CARDS)}")
-    return CARDS[name]
 
 
 # ---------------------------------------------------------------- what a card allows
@@ -203,25 +199,10 @@ def roofline_table(card: Card) -> str:
 # ---------------------------------------------------------------- how fast this machine reads
 
 
-@dataclass(frozen=True)
-class Reading:
-    """Calls that each read `size` bytes once, and nothing else.
-
-    A copy would not do: it also writes, and may read what it writes. No one reduction is the
-    fastest on every machine, so there are several, and the best of them counts."""
-
-    size: int
-    calls: dict[str, Callable[[], object]]
-
-    def bytes_per_s(self, taken: Iterable[list[float]]) -> float:
-        """The best of all timed calls, given as a list of seconds for each."""
-        return self.size / min(map(min, taken))
-
-
-def reading(device: torch.device, size: int = 0) -> Reading:
-    """Over random numbers, more of them than any cache holds, with all threads."""
-    size = size or (1 << 30 if device.type == "cuda" else 1 << 28)
+def readers(device: torch.device, size: int) -> dict[str, Callable[[], object]]:
+    """Calls that each read `size` bytes of random numbers once, with all threads. No one reduction
+    is the fastest on every machine: the best of them counts. A copy would not do: it also writes,
+    and may read what it writes."""
     numbers, vector = torch.rand(size // 4, device=device), torch.rand(1024, device=device)
     matrix = numbers.view(-1, 1024)
-    calls = {"sum": numbers.sum, "norm": numbers.norm, "mv": lambda: torch.mv(matrix, vector)}
-    return Reading(size, calls)
+    return {"sum": numbers.sum, "norm": numbers.norm, "mv": lambda: torch.mv(matrix, vector)}

@@ -10,8 +10,7 @@ of a prompt's repetitions the median counts, and the spread is that of whole rep
 the first forward count as time to first token, not as decoding.
 
 Leaves out: what is compared (talon/measuring/methods.py), tables and plots (report.py), the physics
-(roofline.py), choosing a tree (talon/tuning), the check of a GPU (scripts/gpu_check.py).
-"""
+(roofline.py), choosing a tree (talon/tuning), the check of a GPU (scripts/gpu_check.py)."""
 
 import itertools
 import json
@@ -187,7 +186,7 @@ def parse_args(argv: list[str] | None) -> Namespace:
     add("--tree", action="append", help=f"tree of every head; may be repeated ({', '.join(TREES)})")
     add("--lookup", type=int, default=5, help="tokens that prompt lookup guesses; 0 leaves it out")
     add("--peers", default="auto", help=f"auto, none or some of {', '.join(PEERS)}, with commas")
-    add("--gguf", type=Path, help="file for llama.cpp (default: the one beside the checkpoint)")
+    add("--gguf", type=Path, help="file for llama.cpp (default: the one next to the checkpoint)")
     add("--questions", type=Path, default=BUILT_IN, help="FastChat-style question.jsonl")
     add("--num_prompts", type=int, default=32, help="prompts to use, from all categories in turn")
     bad = "what to do about unusable lines"

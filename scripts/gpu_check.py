@@ -10,8 +10,7 @@ check that is killed keeps what it has.
 The weights are random, and attention decides what is said. Each drafted round runs a random head,
 whose guesses an oracle replaces: told what plain decoding said, it is right with probability RIGHT.
 Every token is then held against the slow path. Leaves out: the quality of real models, comparisons
-with other programs (benchmark.py), and what a card is bound by (talon/measuring/roofline.py).
-"""
+with other programs (benchmark.py), and what a card is bound by (talon/measuring/roofline.py)."""
 
 import copy
 import gc
@@ -123,8 +122,7 @@ def fill_linears(
 def random_target(
     config: ModelConfig, mode: str | None, device: torch.device, dtype: torch.dtype
 ) -> Transformer:
-    """A target whose next token depends on all before it. Its logits have a standard deviation of
-    about 1."""
+    """A target whose next token depends on all before it, with logits that spread by about 1."""
     with torch.device("meta"):
         model = Transformer(config)
     last = 0.02 / math.sqrt(2 * config.n_layer)
@@ -223,8 +221,8 @@ def measurements(run: Generation) -> dict:
 @torch.inference_mode()
 def worst_gap(model: Transformer, tokens: list[int]) -> float:
     """How far a token's logit is below the best of the slow path at its place, at worst, in
-    standard deviations of the logits: a little for rounding; much for a wrong mask, cache slot or
-    position."""
+    standard deviations of the logits. Rounding gives a little; a wrong mask, cache slot or
+    position gives much."""
     logits = full_logits(model, PROMPT + tokens)[len(PROMPT) - 1 : -1]
     chosen = logits.gather(1, torch.tensor(tokens, device=logits.device)[:, None])
     return float(((logits.amax(1, keepdim=True) - chosen) / logits.std()).max())

@@ -3,8 +3,7 @@
 One JSON object a line: `question_id`, `category` and `turns`, a list of user messages of which the
 first is used. What `--tree auto` is tuned on is never what the benchmark measures by itself.
 
-Leaves out: what is measured with them (benchmark.py, talon/tuning, talon/training/evaluation.py).
-"""
+Leaves out: what is measured with them (benchmark.py, talon/tuning, talon/training/evaluation.py)."""
 
 import json
 from collections.abc import Iterator
@@ -116,8 +115,7 @@ def encode_question(question: Question, tokenizer: Tokenizer) -> list[int]:
 
 
 def spread(questions: list[Question], count: int) -> list[Question]:
-    """`count` questions in file order, taken from the categories in turn; all of them where there
-    are fewer."""
+    """`count` questions in file order, or all, taken from the categories in turn."""
     groups: dict[str, list[Question]] = {}
     for question in questions:
         groups.setdefault(question.category, []).append(question)

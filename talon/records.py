@@ -1,8 +1,8 @@
 """What a generation did, measured: the record behind --json and the line for people.
 
 Decode speed counts decoding alone: no loading, no compiling, no prefill. Bandwidth counts the bytes
-that a round has to read, weights and cache rows, over its time; it can be held against what the
-memory can do."""
+that a round has to read, weights and cached rows, over its time: to be held against what reading
+alone reaches on the machine."""
 
 import json
 import resource
@@ -55,8 +55,7 @@ def module_bytes(module: nn.Module) -> int:
 
 
 def sample_record(run: Generation, text: str | None) -> dict:
-    """What --json says of one sample; seconds, bytes and tokens. `text` is None without a
-    tokenizer."""
+    """What --json says of a sample, in seconds, bytes and tokens. text: None without tokenizer."""
     decoder, stats = run.decoder, run.stats
     speed = stats.emitted / stats.decode_s if stats.decode_s else 0.0
     return {
@@ -98,8 +97,7 @@ def describe(record: dict, drafting: bool) -> str:
 
 
 def project_commit() -> str | None:
-    """The commit of a checkout of this project, with "-dirty" where files differ from it; None
-    where it is no checkout."""
+    """The commit of this checkout, with "-dirty" where files differ from it; None elsewhere."""
     try:
         result = subprocess.run(
             ["git", "describe", "--always", "--exclude=*", "--abbrev=40", "--dirty"],

@@ -1,5 +1,4 @@
-"""Choosing a tree: recorded acceptance equals real acceptance, the choice follows from the costs,
-and it is kept."""
+"""Choosing a tree: recorded acceptance is real acceptance, costs decide, and the choice is kept."""
 
 import json
 from dataclasses import replace

@@ -4,8 +4,7 @@ lookup; and other programs on the same model.
 A method has a name, the target that it runs, the memory that it holds and the trees that it uses;
 `start` gives a text under way, of which every step is a forward, and `result` what came of it.
 
-Leaves out: the measuring (benchmark.py), what is made of the numbers (report.py).
-"""
+Leaves out: the measuring (benchmark.py), what is made of the numbers (report.py)."""
 
 import importlib.util
 import itertools
@@ -312,7 +311,7 @@ def peer_names(asked: str) -> list[str]:
 
 
 def open_peers(args: Namespace, target: Target, context: int) -> list[Peer]:
-    """The peers on the files beside a target of ours, on its device and in its precision. `auto`
+    """The peers on the files next to a target of ours, on its device and in its precision. `auto`
     names those that cannot run instead of refusing them."""
     opened: dict[str, Peer] = {}
     for name in peer_names(args.peers):

@@ -1,7 +1,6 @@
 """What the benchmark says: sums and medians of its measurements, tables for people, three plots.
 
-Leaves out: measuring (benchmark.py).
-"""
+Leaves out: measuring (benchmark.py)."""
 
 import importlib.util
 import itertools
@@ -40,8 +39,7 @@ class Cell:
 
 
 def complete(cells: list[Cell], methods: int) -> list[Cell]:
-    """The cells of prompts that every method has finished: what an interruption leaves is compared
-    like with like."""
+    """The cells of prompts that every method has finished: an interruption leaves others, too."""
     done: dict[tuple, int] = {}
     for cell in cells:
         key = cell.temperature, cell.repeat, cell.prompt
@@ -303,8 +301,7 @@ def speed_plot(report: dict) -> "Figure | None":
 
 
 def rows_plot(report: dict) -> "Figure | None":
-    """Milliseconds of a target forward over the number of rows; dashed: what reading the same bytes
-    takes."""
+    """Milliseconds of a target forward by its rows; dashed: of reading the same bytes."""
     if not report["row_costs"]:
         return None
     figure, axes = new_figure(report, "Milliseconds of a target forward by its rows (tree nodes)")
@@ -325,8 +322,7 @@ def rows_plot(report: dict) -> "Figure | None":
 
 
 def acceptance_plot(report: dict) -> "Figure | None":
-    """Share of rounds whose node at each depth was accepted, of the first target's trees at the
-    first temperature."""
+    """Share of rounds that accepted a node at each depth, of the first target's trees."""
     rows = first_temperature(report)
     rows = [row for row in rows if row["accepted_by_depth"] and row["target"] == rows[0]["target"]]
     if not rows:

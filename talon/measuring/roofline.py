@@ -11,8 +11,7 @@ multiplies every weight with N rows:
     tokens per second = acceptance length / round
 
 Leaves out: launches, norms, softmax, sampling; `EFFICIENCY` stands for all of it and for the
-distance between a data sheet and a kernel.
-"""
+distance between a data sheet and a kernel."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,14 +32,13 @@ STREAM = {"cpu": 1 << 28, "cuda": 1 << 30}  # bytes that are read to time it: no
 
 @dataclass(frozen=True)
 class Card:
-    """Data sheet: bytes per second, operations per second with fp32 accumulation and with int8,
-    bytes of memory."""
+    """What its data sheet says."""
 
     name: str
-    bandwidth: float
-    rate16: float
-    rate8: float
-    memory: float
+    bandwidth: float  # bytes per second
+    rate16: float  # operations per second in 16 bit with fp32 accumulation
+    rate8: float  # and in int8
+    memory: float  # bytes
 
 
 # GA102: 328 tensor cores at 1.695 GHz; fp16 with fp32 accumulation runs at half of the fp16 rate.
@@ -78,8 +76,7 @@ PRECISIONS = {"bf16": 2.0, "int8": 1.0, "int8-dynamic": 1.0, "int4": 0.5 + 4 / 1
 
 @dataclass(frozen=True)
 class Published:
-    """An acceptance length (tokens per target forward, MT-bench, greedy) that its authors report,
-    and the tree."""
+    """What the authors of a head report for MT-bench, greedy, and their tree."""
 
     model: str
     head: str
@@ -88,7 +85,7 @@ class Published:
     nodes: int
     levels: int
     beam: int
-    acceptance_length: float
+    acceptance_length: float  # tokens per target forward
 
 
 PUBLISHED = [

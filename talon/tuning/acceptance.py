@@ -166,8 +166,7 @@ def dynamic_accepted(
 
 
 def likely_paths(recording: Recording, nodes: int, levels: int) -> list[list[int]]:
-    """The `nodes - 1` rank paths that are most often true, by the measured share of each rank at
-    each depth."""
+    """The `nodes - 1` rank paths that are most often true, by the share of each rank at a depth."""
     ranks = recording.ranks
     share = []
     for depth in range(levels):

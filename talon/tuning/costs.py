@@ -1,7 +1,7 @@
 """What the parts of a round cost on this machine, each timed by itself.
 
-A target forward over several rows, a draft level at several widths, what every drafted round has
-besides, and a lookup. Whatever is timed takes turns; on a GPU it is the replay of a CUDA graph.
+A target forward over several rows, a draft level at several widths, what else every drafted round
+has, and a lookup. Whatever is timed takes turns; on a GPU it is the replay of a CUDA graph.
 Leaves out: what the parts are worth (acceptance.py), and the choice (choice.py)."""
 
 import itertools
@@ -25,11 +25,10 @@ from talon.trees import NO_TREE, Tree, chain, dynamic_tree, with_lookup
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds on this machine. rows: a target forward by its rows; level: a draft level by its
-    width."""
+    """Seconds on this machine."""
 
-    rows: dict[int, float]
-    level: dict[int, float] = field(default_factory=dict)
+    rows: dict[int, float]  # a target forward by its rows
+    level: dict[int, float] = field(default_factory=dict)  # a draft level by its width
     first: float = 0.0  # the root's children and the selection
     learn: float = 0.0  # the head's pass over what was accepted
     lookup: float = 0.0  # looking up and remembering

@@ -309,7 +309,7 @@ def compare(args: Namespace, argv: list[str]) -> int:
     try:
         for cell in measure(methods, prompts, args, stop_ids) if args.decoding else ():
             cells.append(cell)
-            keep(cell, args.out)
+            write_cell(cell, args.out)
         if args.row_costs:
             report |= cost_curves(args, targets, context)
     except KeyboardInterrupt:
@@ -320,7 +320,7 @@ def compare(args: Namespace, argv: list[str]) -> int:
     return 130 if report["interrupted"] else 0
 
 
-def keep(cell: Cell, out: Path | None) -> None:
+def write_cell(cell: Cell, out: Path | None) -> None:
     """On disk, before the next measurement begins."""
     if out is not None:
         with (out / "cells.jsonl").open("a", encoding="utf-8") as file:

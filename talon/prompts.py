@@ -3,7 +3,7 @@
 One JSON object a line: `question_id`, `category` and `turns`, a list of user messages of which the
 first is used. What `--tree auto` is tuned on is never what the benchmark measures by itself.
 
-Leaves out: what is measured with them (benchmark.py, talon/tuning, talon/training/evaluation.py)."""
+Leaves out: what is measured with them (benchmark.py, talon/tuning, train_draft.py)."""
 
 import json
 from collections.abc import Iterator

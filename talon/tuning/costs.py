@@ -131,11 +131,11 @@ def target_pass(decoder: Decoder, rows: int, committed: int) -> Callable[[], obj
     node = torch.arange(rows, device=decoder.device)
     chain_below = node[:, None] >= node
     nodes = Nodes(node % decoder.model.config.vocab_size, (node - 1).clamp(min=0), chain_below)
-    at = behind(decoder, committed, rows)
+    at = after(decoder, committed, rows)
     return lambda: decoder.verify(decoder.target, nodes, at, Greedy(), 1)
 
 
-def behind(decoder: Decoder, committed: int, more: int) -> At:
+def after(decoder: Decoder, committed: int, more: int) -> At:
     """A place behind `committed` tokens, whatever the decoder's own length is."""
     length = decoder.length.clone().fill_(committed)
     return At(length, decoder.at(committed + more).slots)
@@ -148,7 +148,7 @@ def head_costs(
     """Costs without `rows`: levels by width, the two parts that every round has, and a lookup."""
     device, root, pick = decoder.device, decoder.root, Greedy()
     compiled = compile_region if compile else as_it_is
-    at, calls = behind(decoder, committed, 64), {}
+    at, calls = after(decoder, committed, 64), {}
     for beam, depth in itertools.product(beams, (2, 4)):
         tree = chain(depth) if beam == 1 else dynamic_tree(min(16, beam + 1), depth, beam)
         drafter = EagleDrafter(head, tree, decoder.cache.rows, compiled)

@@ -83,25 +83,24 @@ class TalonMethod:
         self.memory_bytes = max(map(held_bytes, decoders.values()))
 
     def start(self, task: Task) -> "TalonText":
-        return TalonText(Generation(self.decoders[task.sampling.temperature], *task))
+        return TalonText(self.decoders[task.sampling.temperature], *task)
 
 
-class TalonText:
-    def __init__(self, generation: Generation) -> None:
-        self.generation, self.tokens = generation, generation.tokens
-        self.peak_memory_bytes = 0
+class TalonText(Generation):
+    """A text that is timed with its own prefill, whatever is cached."""
+
+    peak_memory_bytes = 0
 
     def __iter__(self) -> Iterator:
-        decoder = self.generation.decoder
-        decoder.forget()  # every prompt is timed with its own prefill
-        if decoder.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(decoder.device)
-        yield from self.generation
-        self.peak_memory_bytes = peak_memory(decoder.device)
+        device = self.decoder.device
+        self.decoder.forget()
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        yield from super().__iter__()
+        self.peak_memory_bytes = peak_memory(device)
 
     def result(self) -> Decoded:
-        run = self.generation
-        return Decoded(run.tokens, run.stats, moved_bytes(run), self.peak_memory_bytes)
+        return Decoded(self.tokens, self.stats, moved_bytes(self), self.peak_memory_bytes)
 
 
 def held_bytes(decoder: Decoder) -> int:
@@ -242,7 +241,7 @@ class TransformersPeer(Peer):
             return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=device)
 
         options: dict = {"do_sample": False, "top_k": None, "top_p": None, "temperature": None}
-        if sampling.temperature > 0:
+        if not sampling.greedy:
             options = {"do_sample": True, "top_k": 0, "top_p": 1.0}
             options["temperature"] = sampling.temperature
             torch.manual_seed(sampling.seed)
@@ -269,24 +268,20 @@ class LlamaCppPeer(Peer):
         from llama_cpp import Llama, llama_supports_gpu_offload
 
         super().__init__(f"llama.cpp {path.stem.rpartition('.')[2]}", path.stat().st_size)
-        on_gpu, threads = device.type == "cuda", torch.get_num_threads()
+        on_gpu = device.type == "cuda"
         if on_gpu and not llama_supports_gpu_offload():
             raise ValueError("llama.cpp was built without a GPU here and would run on the CPU")
-        self.llama = Llama(
-            str(path),
-            n_ctx=context,
-            n_threads=threads,
-            n_threads_batch=threads,
-            n_gpu_layers=-1 if on_gpu else 0,
-            verbose=False,
-        )
+        options = dict.fromkeys(("n_threads", "n_threads_batch"), torch.get_num_threads())
+        options |= {"n_ctx": context, "n_gpu_layers": -1 if on_gpu else 0}
+        self.llama = Llama(str(path), **options, verbose=False)
 
     def decode(self, task: Task, mark: Callable[[int], None]) -> list[int]:
         ids, sampling, budget, stop_ids = task
         self.llama.reset()
         self.llama.set_seed(sampling.seed % 2**31)
         tokens: list[int] = []
-        options = {"temp": sampling.temperature, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+        temperature = 0.0 if sampling.greedy else sampling.temperature
+        options = {"temp": temperature, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
         stream = self.llama.generate(ids, repeat_penalty=1.0, **options)
         for token in stream:
             tokens.append(int(token))

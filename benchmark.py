@@ -41,16 +41,7 @@ from talon.measuring.methods import (
     our_methods,
     peer_names,
 )
-from talon.measuring.report import (
-    Cell,
-    complete,
-    curve_table,
-    heading,
-    method_table,
-    summarize,
-    versions,
-    write_reports,
-)
+from talon.measuring.report import Cell, complete, page, summarize, versions, write_reports
 from talon.measuring.roofline import CARDS, STREAM, predict, readers, roofline_table
 from talon.prompts import BUILT_IN, encode_question, made_up_prompts, read_questions, spread
 from talon.records import bytes_per_round, project_commit
@@ -347,9 +338,7 @@ def conditions(args: Namespace, argv: list[str]) -> dict:
 
 def finish(args: Namespace, report: dict) -> None:
     """The table for people, then one line for machines, then the files."""
-    print(f"{heading(report)}\n\n{method_table(report['methods'])}\n")
-    print(curve_table(report["row_costs"]))
-    print(json.dumps(report), flush=True)
+    print(f"{page(report)}\n\n{json.dumps(report)}", flush=True)
     if args.out is not None:
         write_reports(args.out, report)
 

@@ -198,6 +198,12 @@ def heading(report: dict) -> str:
     return "; ".join([*parts, "interrupted"] if report["interrupted"] else parts)
 
 
+def page(report: dict) -> str:
+    """All of it for people."""
+    parts = heading(report), method_table(report["methods"]), curve_table(report["row_costs"])
+    return "\n\n".join(filter(None, parts))
+
+
 def versions() -> dict:
     """Of everything whose speed shows in the table."""
     found = {"python": platform.python_version(), "torch": torch.__version__}
@@ -209,10 +215,8 @@ def write_reports(out: Path, report: dict) -> None:
     """results.json (one line), results.md and, where matplotlib is installed, the plots."""
     with atomic_file(out / "results.json") as file:
         file.write(json.dumps(report).encode() + b"\n")
-    parts = heading(report), method_table(report["methods"]), curve_table(report["row_costs"])
     with atomic_file(out / "results.md") as file:
-        text = "\n\n".join(filter(None, parts))
-        file.write(f"{text}\n".encode(errors="backslashreplace"))
+        file.write(f"{page(report)}\n".encode(errors="backslashreplace"))
     if importlib.util.find_spec("matplotlib") is None:
         note("without plots: matplotlib is not installed: pip install matplotlib")
         return

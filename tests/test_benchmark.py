@@ -192,7 +192,7 @@ def test_auto_has_a_tree_for_every_temperature_and_plain_stays_the_reference(fil
     lines = []
     monkeypatch.setattr("builtins.print", lambda text="", **_: lines.append(text))
     assert run(files, "--tree", "auto", "--retune", "--ignore_eos", "--no_row_costs") == 0
-    rows = json.loads(lines[-1])["methods"]
+    rows = json.loads(lines[-1].splitlines()[-1])["methods"]
     trees = {row["temperature"]: row["tree"] for row in rows if row["method"].endswith("auto")}
     assert trees == {0.0: "chain:2", 1.0: "none"}
     for row in rows:

@@ -13,13 +13,10 @@ from torch import Tensor, nn
 
 from eagle_draft import DraftConfig, DraftHead, default_feature_layers
 from model import ModelConfig, Transformer
-from talon.checkpoint import Checkpoint, read_checkpoint
+from talon.checkpoint import DTYPES, Checkpoint, read_checkpoint
 from talon.kernels.linear import QuantizedLinear, pack, swap_linears
-from talon.tokenizer import TOKENIZER_FILES, Tokenizer, load_tokenizer
+from talon.tokenizer import Tokenizer, find_vocabulary, load_tokenizer
 from talon.trees import NO_TREE, PRESETS, Tree, parse_tree
-
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-
 
 # ---------------------------------------------------------------- where and how precisely
 
@@ -115,7 +112,7 @@ def fit_context(asked: int | None, config: ModelConfig, default: int = 4096) -> 
 
 def find_tokenizer(directory: Path, config: ModelConfig) -> Tokenizer | None:
     """The tokenizer beside a checkpoint; None if there is none at all, for use with ids."""
-    if not any((directory / name).exists() for name in TOKENIZER_FILES):
+    if find_vocabulary(directory) is None:
         return None
     tokenizer = load_tokenizer(directory)
     if tokenizer.vocab_size > config.vocab_size:

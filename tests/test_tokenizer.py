@@ -481,7 +481,7 @@ LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 499723\n
         ("tokenizer.json", b'{"version": "1.0", "trunc', "cannot be read"),
         ("tokenizer.json", b"{}", "cannot be read"),
         ("tokenizer.json", b"\xff\xfe", "cannot be read"),
-        ("tokenizer.model", b"", "not a whole sentencepiece file"),
+        ("tokenizer.model", b"", "is empty"),
         ("tokenizer.model", b"garbage", "not a whole sentencepiece file"),
     ],
 )

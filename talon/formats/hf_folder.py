@@ -3,8 +3,8 @@
 convert_hf_checkpoint.py and head_import.py say which tensors they need (`Output`) and `Conversion`
 streams them. At most one weight file is open at any moment, mapped rather than read, and let go
 before the next one: a conversion needs the memory of one shard and one tensor. Pickles are loaded
-with weights_only=True, and an index may not lead out of the directory. Leaves out: the meaning of
-config.json, what distinguishes targets and heads.
+with weights_only=True, and an index may not lead out of the directory. Leaves out: what config.json
+means, and what a target has that a head has not.
 """
 
 import math
@@ -57,8 +57,8 @@ class HFFolder:
         self.files = self._find_files()
         self.config = Settings.read(self.path / "config.json")
         self.notes: list[str] = []
-        self._open = ExitStack()
-        self._opened: tuple[Path, Any] | None = None
+        self._closing = ExitStack()
+        self._opened: tuple[Path | None, Any] = (None, None)
         self.specs: dict[str, TensorSpec] = {}
         self.file_of: dict[str, Path] = {}
         self._list_tensors()
@@ -99,12 +99,10 @@ class HFFolder:
         return files
 
     def _check_entry(self, index: Path, name: Any) -> None:
-        """An index names files beside itself; a link may lead on only into the hub's cache."""
+        """An index names files next to itself; a link may lead on only into the hub's cache."""
         named = isinstance(name, str) and name not in ("", ".", "..")
         if not named or any(character in name for character in "/\\\0"):
-            raise ValueError(
-                f"{index} lists {name!r}; only file names in its own directory are allowed"
-            )
+            raise ValueError(f"{index} lists {name!r}; only names of files next to it are allowed")
         real, home = (self.path / name).resolve(), self.path.resolve()
         cache = home.parent.parent / "blobs"
         in_cache = real.parent == cache or (
@@ -142,30 +140,30 @@ class HFFolder:
     def _specs_in(self, file: Path) -> dict[str, TensorSpec]:
         if file.suffix == ".safetensors":
             return read_header(file)[1]
-        tensors = self._pickled(file)
+        tensors = self._open(file)
         return {name: TensorSpec(t.dtype, tuple(t.shape)) for name, t in tensors.items()}
 
-    def _pickled(self, file: Path) -> dict[str, Tensor]:
-        """The tensors of a .bin file, mapped; kept until another file is asked for."""
-        if self._opened is None or self._opened[0] != file:
+    def _open(self, file: Path) -> Any:
+        """A weight file, mapped, and kept open until another one is asked for."""
+        if self._opened[0] != file:
             self.close()
-            self._opened = (file, load_pickle(file))
+            if file.suffix == ".safetensors":
+                content = self._closing.enter_context(open_safetensors(file))
+            else:
+                content = load_pickle(file)
+            self._opened = (file, content)
         return self._opened[1]
 
     def read(self, name: str) -> Tensor:
         """One tensor as it is stored, on the CPU, valid while its file is the open one."""
         file = self.file_of[name]
-        if file.suffix != ".safetensors":
-            return self._pickled(file)[name]
-        if self._opened is None or self._opened[0] != file:
-            self.close()
-            self._opened = (file, self._open.enter_context(open_safetensors(file)))
-        return self._opened[1].get_tensor(name)
+        content = self._open(file)
+        return content.get_tensor(name) if file.suffix == ".safetensors" else content[name]
 
     def close(self) -> None:
         """Let the open weight file go."""
-        self._opened = None
-        self._open.close()
+        self._opened = (None, None)
+        self._closing.close()
 
 
 def load_pickle(file: Path) -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
@@ -138,17 +138,13 @@ def with_progress(
 @contextmanager
 def copied_tokenizer(source: Path | None, target: Path) -> Iterator[None]:
     """The tokenizer's files next to the output; they go again when the body fails."""
-    copied: list[Path] = []
-    try:
-        if source is not None and not os.path.samefile(source, target):
-            for name in TOKENIZER_FILES:
-                if (source / name).exists() and _copy_tokenizer_file(source / name, target / name):
-                    copied.append(target / name)
+    names = [name for name in TOKENIZER_FILES if source is not None and (source / name).exists()]
+    with ExitStack() as undo:
+        for name in names:
+            if _copy_tokenizer_file(source / name, target / name):
+                undo.callback((target / name).unlink)
         yield
-    except BaseException:
-        for path in copied:
-            path.unlink(missing_ok=True)
-        raise
+        undo.pop_all()
 
 
 def _copy_tokenizer_file(source: Path, target: Path) -> bool:
@@ -203,8 +199,8 @@ def check_supported(config: Settings) -> str:
     mistral = model_type == "mistral" or "MistralForCausalLM" in names
     if mistral and "sliding_window" not in config.values:
         raise ValueError(
-            f"{config.where}: sliding_window is missing, which means 4096 for Mistral; "
-            "supported: null"
+            f"{config.where}: sliding_window is missing, which means 4096 for Mistral; only null "
+            "is supported"
         )
     return names[0] if names else ("MistralForCausalLM" if mistral else "LlamaForCausalLM")
 

@@ -207,9 +207,9 @@ def dequantised(reader: "gguf.GGUFReader", config: dict) -> Iterator[tuple[str, 
 
 def build_tokenizer(reader: "gguf.GGUFReader") -> Tokenizer:
     """SmolLM2's tokenizer: single digits, then GPT-2's byte-level BPE; ValueError for others."""
-    kind = (field(reader, "tokenizer.ggml.model"), field(reader, "tokenizer.ggml.pre"))
-    if kind != ("gpt2", "smollm"):
-        raise ValueError(f"the GGUF file has tokenizer {kind}; supported: ('gpt2', 'smollm')")
+    found = (field(reader, "tokenizer.ggml.model"), field(reader, "tokenizer.ggml.pre"))
+    if found != ("gpt2", "smollm"):
+        raise ValueError(f"the GGUF file has tokenizer {found}; supported: ('gpt2', 'smollm')")
     tokens = field(reader, "tokenizer.ggml.tokens")
     merges = [tuple(merge.split(" ")) for merge in field(reader, "tokenizer.ggml.merges")]
     tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
@@ -224,7 +224,7 @@ def build_tokenizer(reader: "gguf.GGUFReader") -> Tokenizer:
 
 def control_ids(reader: "gguf.GGUFReader") -> list[int]:
     types = field(reader, "tokenizer.ggml.token_type")
-    return [i for i, kind in enumerate(types) if kind == gguf.TokenType.CONTROL]
+    return [i for i, found in enumerate(types) if found == gguf.TokenType.CONTROL]
 
 
 def tokenizer_config(reader: "gguf.GGUFReader") -> dict:

@@ -160,7 +160,7 @@ def read_checkpoint(path: Path | str) -> Checkpoint:
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[BinaryIO]:
-    """A file that appears under `path` complete or not at all: written beside it, then renamed."""
+    """A file that appears under `path` complete or not at all: written next to it, then renamed."""
     if not path.parent.is_dir():
         raise FileNotFoundError(f"directory {path.parent} does not exist; create it first")
     if path.is_dir():

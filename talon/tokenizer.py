@@ -1,6 +1,6 @@
 """Text to token ids and back: two tokenizer formats behind one face, chat templates, streaming.
 
-Reads the files beside a checkpoint (TOKENIZER_FILES): tokenizer.json, the first choice, being the
+Reads the files next to a checkpoint (TOKENIZER_FILES): tokenizer.json, the first choice, being the
 form Hugging Face runs, or sentencepiece's tokenizer.model, with the settings around them where
 present. Ids are those Hugging Face gives. Leaves out: tiktoken files (LLaMA-3 ships tokenizer.json
 as well), batches, the place of a token in its text, and Hugging Face's
@@ -89,7 +89,7 @@ def read_tokenizer_config(directory: Path) -> TokenizerConfig:
 
 
 def content_of(token: object, where: str) -> str:
-    """Special tokens are written as plain strings or as objects with flags."""
+    """Special tokens are written as strings or as objects with flags."""
     values = token if isinstance(token, dict) else {"content": token}
     return Settings(values, where).string("content")
 
@@ -153,7 +153,7 @@ class JsonFile:
             self.model.add_tokens([token])
             if (got := self.token_id(token.content)) != i:
                 raise ValueError(
-                    f"{path} gives {token.content!r} the id {got}, the files beside it {i}; "
+                    f"{path} gives {token.content!r} the id {got}, the files next to it {i}; "
                     "take all files from one release"
                 )
         for name in config.special:
@@ -224,7 +224,7 @@ class SentencePieceFile:
         if re.match(rb"[A-Za-z0-9+/]+=* \d+\r?\n", data):
             raise ValueError(
                 f"{path} is a tiktoken file, as LLaMA-3 has, which is not supported; "
-                "put that release's tokenizer.json beside it"
+                "put that release's tokenizer.json next to it"
             )
         try:
             self.first = SentencePieceProcessor(model_proto=data)

@@ -41,11 +41,12 @@ def export_head(path: Path | str, out: Path | str, layout: str = "eagle") -> str
     with new_directory(out.parent):
         try:
             temporary.mkdir()
-            content = flat_config(checkpoint) if layout == "eagle" else nested_config(checkpoint)
+            dtype = str(checkpoint.specs["fc.weight"].dtype).removeprefix("torch.")
+            content = (flat_config if layout == "eagle" else nested_config)(config, dtype)
             (temporary / "config.json").write_text(json.dumps(content, indent=2) + "\n")
             outputs = published_outputs(checkpoint, config, layout)
-            specs = published_specs(checkpoint, config, outputs)
-            tensors = published_tensors(checkpoint, config, outputs)
+            specs = published_specs(checkpoint, outputs)
+            tensors = published_tensors(checkpoint, outputs)
             write_safetensors(temporary / "model.safetensors", {"format": "pt"}, specs, tensors)
             verify_export(checkpoint, temporary, [output.name for output in outputs])
             os.replace(temporary, out)
@@ -67,15 +68,13 @@ def check_expressible(checkpoint: Checkpoint, layout: str) -> DraftConfig:
         raise ValueError(f"{checkpoint.path} is {what}; --export takes an unquantised head")
     c = DraftConfig.from_dict(checkpoint.config)
     if c.family == "eagle1":
-        lacks = {"its own lm_head": c.own_output}
-        lacks |= {"o_bias": c.o_bias, "mlp_bias": c.mlp_bias}
+        lacks = {"its own lm_head": c.own_output, "o_bias": c.o_bias, "mlp_bias": c.mlp_bias}
         lacks["an EAGLE-1 head"] = layout == "speculators"
     else:
         lacks = {"a borrowed lm_head": not c.own_output, "fc_bias": c.fc_bias}
         if layout == "eagle":
-            lacks |= {
-                name: getattr(c, name) for name in (*NORM_FLAGS, "qkv_bias", "o_bias", "mlp_bias")
-            }
+            flags = (*NORM_FLAGS, "qkv_bias", "o_bias", "mlp_bias")
+            lacks |= {flag: getattr(c, flag) for flag in flags}
             lacks[f"feature_layers {c.feature_layers}"] = stated_layers(c) is not None
         else:
             lacks["a bias on only some of q, k, v, o"] = c.qkv_bias != c.o_bias
@@ -97,9 +96,8 @@ def stated_layers(c: DraftConfig) -> tuple[int, ...] | None:
     return None if c.feature_layers == (2, depth // 2, depth - 3) else c.feature_layers
 
 
-def layer_config(checkpoint: Checkpoint) -> dict:
+def layer_config(c: DraftConfig, dtype: str) -> dict:
     """The keys of a one-layer LLaMA config.json that both layouts share."""
-    c = DraftConfig.from_dict(checkpoint.config)
     scaling = None
     if c.rope_scaling is not None:
         scaling = {"rope_type": c.rope_scaling.kind, "factor": c.rope_scaling.factor}
@@ -124,14 +122,13 @@ def layer_config(checkpoint: Checkpoint) -> dict:
         "attention_bias": c.family == "eagle3" and c.qkv_bias,
         "mlp_bias": c.mlp_bias,
         "tie_word_embeddings": False,
-        "torch_dtype": str(checkpoint.specs["fc.weight"].dtype).removeprefix("torch."),
+        "torch_dtype": dtype,
     }
 
 
-def flat_config(checkpoint: Checkpoint) -> dict:
+def flat_config(c: DraftConfig, dtype: str) -> dict:
     """config.json as SafeAILab, SpecForge, SGLang, vLLM and llama.cpp all read it."""
-    c = DraftConfig.from_dict(checkpoint.config)
-    content = layer_config(checkpoint)
+    content = layer_config(c, dtype)
     if c.family == "eagle1":
         if c.qkv_bias:
             content |= {"qkv_bias": True, "attention_bias": True}
@@ -141,21 +138,17 @@ def flat_config(checkpoint: Checkpoint) -> dict:
     return content | ({"target_hidden_size": c.target_dim} if c.target_dim != c.dim else {})
 
 
-def nested_config(checkpoint: Checkpoint) -> dict:
+def nested_config(c: DraftConfig, dtype: str) -> dict:
     """config.json as the speculators library and vLLM read it, every norm variant stated."""
-    c = DraftConfig.from_dict(checkpoint.config)
     proposal = {"proposal_type": "greedy", "speculative_tokens": 5}
     return {
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",
         "draft_vocab_size": c.draft_vocab_size,
         "target_hidden_size": c.target_dim if c.target_dim != c.dim else None,
-        "norm_before_residual": c.norm_before_residual,
-        "norm_before_fc": c.norm_before_fc,
-        "fc_norm": c.fc_norm,
-        "norm_output": c.norm_output,
+        **{flag: getattr(c, flag) for flag in NORM_FLAGS},
         **({LAYER_IDS: list(c.feature_layers)} if c.feature_layers else {}),
-        "transformer_layer_config": layer_config(checkpoint),
+        "transformer_layer_config": layer_config(c, dtype),
         "speculators_config": {
             "algorithm": "eagle3",
             "default_proposal_method": "greedy",
@@ -181,27 +174,27 @@ def published_outputs(checkpoint: Checkpoint, c: DraftConfig, layout: str) -> li
     ]
 
 
-def published_specs(
-    checkpoint: Checkpoint, c: DraftConfig, outputs: list[Output]
-) -> dict[str, TensorSpec]:
+def published_specs(checkpoint: Checkpoint, outputs: list[Output]) -> dict[str, TensorSpec]:
     specs = {}
     for output in outputs:
         dtype = checkpoint.specs[output.name].dtype
         specs |= {name: TensorSpec(dtype, shape) for name, shape in output.parts.items()}
-    return specs | ({"t2d": TensorSpec(torch.bool, (c.vocab_size,))} if "d2t" in specs else {})
+    if "d2t" in specs:
+        specs["t2d"] = TensorSpec(torch.bool, (checkpoint.config["vocab_size"],))
+    return specs
 
 
 def published_tensors(
-    checkpoint: Checkpoint, c: DraftConfig, outputs: list[Output]
+    checkpoint: Checkpoint, outputs: list[Output]
 ) -> Iterator[tuple[str, Tensor]]:
     """The published tensors: fused ones taken apart, t2d rebuilt from d2t."""
     for output in outputs:
         tensor = checkpoint.tensor(output.name)
-        rows = [shape[0] for shape in output.parts.values()]
-        yield from zip(output.parts, tensor.split(rows), strict=True)
+        sizes = [shape[0] for shape in output.parts.values()]
+        yield from zip(output.parts, tensor.split(sizes), strict=True)
         if output.name == "d2t":
-            mask = torch.zeros(c.vocab_size, dtype=torch.bool)
-            mask[torch.arange(c.draft_vocab_size) + tensor] = True
+            mask = torch.zeros(checkpoint.config["vocab_size"], dtype=torch.bool)
+            mask[torch.arange(len(tensor)) + tensor] = True
             yield "t2d", mask
 
 

@@ -159,11 +159,10 @@ class HeadReader:
             bad = [name for name in self.names if re.search(EAGLE1_NORMS, name)]
             if bad:
                 raise ValueError(
-                    f"{self.where} is an EAGLE-1 head with extra norms ({listed(bad)}); that is "
-                    "not supported"
+                    f"{self.where}: EAGLE-1 with extra norms ({listed(bad)}); not supported"
                 )
-            named = self.config.values.get("speculators_model_type")
-            if stated != self.dim or named == "eagle3":
+            family = self.config.values.get("speculators_model_type")
+            if stated != self.dim or family == "eagle3":
                 raise ValueError(
                     f"{self.where}: fc.weight [{self.dim}, 2 x {self.dim}] is an EAGLE-1 head's, "
                     "but config.json describes an EAGLE-3 head; they do not belong together"

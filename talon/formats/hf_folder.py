@@ -34,14 +34,13 @@ IGNORED_SUFFIX = "rotary_emb.inv_freq"
 @contextmanager
 def new_directory(path: Path) -> Iterator[None]:
     """`path` exists inside; the directories made for it go again when the body fails."""
-    made = [parent for parent in (path, *path.parents) if not parent.exists()]
-    path.mkdir(parents=True, exist_ok=True)
-    try:
+    with ExitStack() as undo:
+        for directory in (*reversed(path.parents), path):
+            if not directory.exists():
+                directory.mkdir()
+                undo.callback(directory.rmdir)
         yield
-    except BaseException:
-        for directory in made:
-            directory.rmdir()
-        raise
+        undo.pop_all()
 
 
 class HFFolder:
@@ -179,8 +178,8 @@ def load_pickle(file: Path) -> dict[str, Tensor]:
     except Exception as error:  # an unpickler fed with foreign bytes may raise anything
         reason = (one_line(error) or type(error).__name__)[:160]
         raise ValueError(
-            f"{file} was refused: damaged, or more than tensors ({reason}); download it again or "
-            "use safetensors"
+            f"{file} was refused: damaged, or more than tensors ({reason}); use safetensors, or "
+            "download it again"
         ) from None
     is_flat = isinstance(content, dict) and all(
         isinstance(name, str) and isinstance(value, Tensor) and value.layout == torch.strided

@@ -32,7 +32,7 @@ from talon.checkpoint import (
     check_file,
     write_checkpoint,
 )
-from talon.cli import Parser, note, run
+from talon.cli import Parser, announce, note, run
 from talon.formats.head_export import EXPORT_FORMATS, export_head
 from talon.formats.head_import import is_head, plan_head
 from talon.formats.hf_config import NEUTRAL_VALUES, check_neutral, read_layer, read_rope
@@ -44,13 +44,12 @@ from talon.formats.hf_folder import (
     layer_outputs,
     new_directory,
 )
-from talon.settings import Settings
+from talon.settings import Settings, read_tokenizer_config
 from talon.tokenizer import (
     TOKENIZER_FILES,
     Tokenizer,
     find_vocabulary,
     load_tokenizer,
-    read_tokenizer_config,
 )
 
 ARCHITECTURES = ("LlamaForCausalLM", "LLaMAForCausalLM", "MistralForCausalLM")
@@ -273,6 +272,12 @@ def read_stop_ids(folder: HFFolder, vocab_size: int, notes: list[str]) -> tuple[
             notes.append(f"the tokenizer's eos_token {end!r} has no id in its files: not used")
         else:
             found.add(token)
+    own = tokenizer.file.eos_id if tokenizer else None
+    if own is not None and own not in found:
+        notes.append(
+            f"tokenizer.model ends texts with id {own}, the other files with another: used"
+        )
+        found.add(own)
     return tuple(sorted(found))
 
 
@@ -325,9 +330,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     if args.export is not None:
-        print(export_head(args.export, args.out, args.format or "eagle"))
+        announce(export_head(args.export, args.out, args.format or "eagle"))
     else:
-        print(convert(args.checkpoint_dir, args.out, args.dtype or "keep"))
+        announce(convert(args.checkpoint_dir, args.out, args.dtype or "keep"))
     return 0
 
 

@@ -7,12 +7,16 @@ and train_draft.py; opened by `read_checkpoint(path)`. Leaves out: other people'
 """
 
 import ctypes
+import fcntl
 import json
 import math
 import os
+import shutil
+import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -21,6 +25,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 FORMAT, VERSION, KINDS = "talon", "1", ("target", "draft")
+
+# How the names of files end that are being written.
+TEMPORARY = ".talon-tmp"
 
 # The precisions that flags name.
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -64,18 +71,20 @@ class Checkpoint:
     source: dict
     specs: dict[str, TensorSpec]  # in the order of the header
 
+    @cached_property
+    def mapped(self) -> safe_open:
+        """The file, mapped into memory once, however many of its tensors are read."""
+        return open_safetensors(self.path)
+
     def tensor(self, name: str) -> Tensor:
         """One tensor on the CPU; KeyError for an unknown name."""
         if name not in self.specs:
             raise KeyError(name)
-        with open_safetensors(self.path) as file:
-            return file.get_tensor(name)
+        return self.mapped.get_tensor(name)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every (name, tensor) in file order, one at a time."""
-        with open_safetensors(self.path) as file:
-            for name in self.specs:
-                yield name, file.get_tensor(name)
+        return ((name, self.tensor(name)) for name in self.specs)
 
 
 def check_file(path: Path) -> int:
@@ -93,13 +102,11 @@ def check_file(path: Path) -> int:
     return size
 
 
-@contextmanager
-def open_safetensors(path: Path) -> Iterator[safe_open]:
+def open_safetensors(path: Path) -> safe_open:
     """`safe_open` on the CPU, its errors turned into one line that names the file."""
     size = check_file(path)
     try:
-        with safe_open(path, framework="pt", device="cpu") as file:
-            yield file
+        return safe_open(path, framework="pt", device="cpu")
     except SafetensorError as error:
         raise ValueError(f"{path} {damage(path, size, str(error))}") from None
 
@@ -108,26 +115,31 @@ def damage(path: Path, size: int, complaint: str) -> str:
     """What is wrong with a file that the library refuses, and what to do."""
     with path.open("rb") as file:
         start = file.read(8)
-    if int.from_bytes(start, "little") > size - 8:
-        if start.startswith((b"PK\x03\x04", b"\x80\x02")):
-            return "is a PyTorch pickle; convert its folder with convert_hf_checkpoint.py"
-        return f"is truncated or not a safetensors file ({size} bytes); download it again"
-    if "not fully covered" in complaint:
-        return f"is truncated ({size} bytes, its header lists more); download it again"
-    return f"cannot be read as safetensors ({complaint}); download it again"
+        length = int.from_bytes(start, "little")
+        if length > size - 8:
+            if start.startswith((b"PK\x03\x04", b"\x80\x02")):
+                return "is a PyTorch pickle; convert its folder with convert_hf_checkpoint.py"
+            return f"is truncated or not a safetensors file ({size} bytes); download it again"
+        if "not fully covered" not in complaint:
+            return f"cannot be read as safetensors ({complaint}); download it again"
+        entries = json.loads(file.read(length)).items()
+    ends = [entry["data_offsets"][1] for name, entry in entries if name != "__metadata__"]
+    wanted = 8 + length + max(ends, default=0)
+    fault = "truncated" if size < wanted else "longer than its header says"
+    return f"is {fault}: {size} bytes instead of {wanted}; download it again"
 
 
 def read_header(path: Path) -> tuple[dict[str, str], dict[str, TensorSpec]]:
     """(metadata, specs in header order) of any safetensors file, checked by the library."""
-    with open_safetensors(path):  # which forgets the order
-        with path.open("rb") as file:
-            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    open_safetensors(path)  # forgets the order
+    with path.open("rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
     metadata, specs = header.pop("__metadata__", {}), {}
     for name, entry in header.items():
         if entry["dtype"] not in STORED_DTYPES:
             raise ValueError(
                 f"{path}: {name} has the dtype {entry['dtype']}; supported: "
-                f"{', '.join(STORED_DTYPES)} (a quantised checkpoint cannot be converted)"
+                f"{', '.join(STORED_DTYPES)} (a checkpoint quantised elsewhere is not)"
             )
         specs[name] = TensorSpec(STORED_DTYPES[entry["dtype"]], tuple(entry["shape"]))
     return metadata, specs
@@ -159,21 +171,60 @@ def read_checkpoint(path: Path | str) -> Checkpoint:
 
 
 @contextmanager
-def atomic_file(path: Path) -> Iterator[BinaryIO]:
-    """A file that appears under `path` complete or not at all: written next to it, then renamed."""
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"directory {path.parent} does not exist; create it first")
-    if path.is_dir():
-        raise ValueError(f"{path} is a directory; give the name of a file")
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+def locked(path: Path) -> Iterator[bool]:
+    """Whether this process alone holds a file or directory inside; a lock dies with its process."""
+    handle, alone = os.open(path, os.O_RDONLY), True
     try:
-        with temporary.open("wb") as file:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:  # held by another, or a file system without locks
+            alone = False
+        yield alone
+    finally:
+        os.close(handle)
+
+
+def remove_abandoned(directory: Path) -> None:
+    """Remove what killed runs left in a directory: temporaries of theirs that nobody holds."""
+    for path in directory.glob(f".*{TEMPORARY}"):
+        with suppress(OSError), locked(path) as abandoned:
+            # A younger one may be about to be locked.
+            if abandoned and time.time() - path.stat().st_mtime > 1:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+@contextmanager
+def replacing(path: Path, directory: bool = False) -> Iterator[Path]:
+    """A temporary file or directory next to `path` that takes its place when all went well."""
+    remove_abandoned(path.parent)
+    temporary = path.with_name(f".{path.name}.{os.urandom(4).hex()}{TEMPORARY}")
+    try:
+        temporary.mkdir() if directory else temporary.touch()
+        with locked(temporary):
+            yield temporary
+            os.replace(temporary, path)
+    finally:
+        with suppress(FileNotFoundError):
+            shutil.rmtree(temporary) if directory else temporary.unlink()
+
+
+@contextmanager
+def atomic_file(path: Path) -> Iterator[BinaryIO]:
+    """A file that appears under `path` complete or not at all; of a link, under its target."""
+    real = Path(os.path.realpath(path))
+    if not real.parent.is_dir():
+        raise FileNotFoundError(f"directory {real.parent} does not exist; create it first")
+    if real.exists() and not real.is_file():
+        what = "a directory" if real.is_dir() else "no ordinary file"
+        raise ValueError(f"{path} is {what}; give the name of a file")
+    try:
+        with replacing(real) as temporary, temporary.open("wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    except OSError as error:  # of a full disk Python says no name
+        error.filename = error.filename or str(path)
+        raise
 
 
 def write_safetensors(

@@ -15,7 +15,6 @@ import json
 import os
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
@@ -28,7 +27,7 @@ from tokenizers import Tokenizer as JsonTokenizer
 
 from talon.checkpoint import check_file
 from talon.cli import one_line
-from talon.settings import Settings
+from talon.settings import TokenizerConfig, read_text, read_tokenizer_config
 
 # Either of these is a whole vocabulary; the first that is there counts.
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model")
@@ -37,10 +36,9 @@ TOKENIZER_FILES = (
     *VOCABULARY_FILES,
     "tokenizer_config.json",
     "special_tokens_map.json",
+    "added_tokens.json",
     "chat_template.jinja",
 )
-
-TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 # How sentencepiece writes a space.
 SPACE = "\u2581"
@@ -48,92 +46,24 @@ SPACE = "\u2581"
 # Appended to a sentencepiece model: normalizer_spec { add_dummy_prefix: false }.
 NO_DUMMY_PREFIX = b"\x1a\x02\x18\x00"
 
-BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-
-# A bad byte after the error handler "surrogateescape".
+# What the error handler "surrogateescape" makes of a bad byte.
 BAD_BYTE = re.compile("[\udc80-\udcff]")
-
-
-@dataclass(frozen=True)
-class TokenizerConfig:
-    """What the files around a vocabulary say."""
-
-    named: dict[str, str]  # "bos_token" -> "<s>", ...
-    special: tuple[str, ...]  # every string declared special, the named ones included
-    added: dict[int, AddedToken]
-    add_bos: bool | None  # None: not said, the tokenizer file's own rule holds
-    legacy: bool  # sentencepiece: a dummy space before each text between special tokens
-    templates: dict[str, str]  # chat templates by name
-
-
-def read_tokenizer_config(directory: Path) -> TokenizerConfig:
-    """The settings in a directory; ValueError that names the file and the key of an odd one."""
-    config = Settings.read(directory / "tokenizer_config.json", optional=True)
-    older = Settings.read(directory / "special_tokens_map.json", optional=True)
-    merged = older.values | config.values
-    named = {
-        name: content_of(merged[name], f"{directory}: {name}")
-        for name in TOKEN_NAMES
-        if merged.get(name)
-    }
-    extra = Settings(merged, str(directory)).items("additional_special_tokens")
-    special = [*named.values(), *(content_of(token, f"{directory}: {token}") for token in extra)]
-    return TokenizerConfig(
-        named=named,
-        special=tuple(special),
-        added=read_added_tokens(directory, config, special),
-        add_bos=config.flag("add_bos_token", None),
-        legacy=config.flag("legacy", True),
-        templates=read_templates(directory, config),
-    )
-
-
-def content_of(token: object, where: str) -> str:
-    """Special tokens are written as strings or as objects with flags."""
-    values = token if isinstance(token, dict) else {"content": token}
-    return Settings(values, where).string("content")
-
-
-def read_added_tokens(
-    directory: Path, config: Settings, special: list[str]
-) -> dict[int, AddedToken]:
-    """Added tokens by id: from added_tokens.json, then tokenizer_config.json, which has flags."""
-    older, added = Settings.read(directory / "added_tokens.json", optional=True), {}
-    for content in older.values:
-        flags = {"normalized": False, "special": content in special}
-        added[older.integer(content, least=0)] = AddedToken(content, **flags)
-    newer = config.section("added_tokens_decoder")
-    for key in newer.values:
-        if not key.isdecimal():
-            raise ValueError(f"{newer.where}: {key!r} is no id; correct it or download it again")
-        token = newer.section(key)
-        names = ("lstrip", "rstrip", "normalized", "single_word", "special")
-        flags = {name: token.flag(name) for name in names}
-        added[int(key)] = AddedToken(token.string("content"), **flags)
-    return added
-
-
-def read_templates(directory: Path, config: Settings) -> dict[str, str]:
-    """Chat templates by name; a file chat_template.jinja wins over tokenizer_config.json."""
-    if (path := directory / "chat_template.jinja").is_file():
-        return {"default": path.read_text(encoding="utf-8")}
-    if isinstance(found := config.values.get("chat_template"), str):
-        return {"default": found}
-    entries = [Settings(entry, config.where) for entry in config.items("chat_template")]
-    return {entry.string("name"): entry.string("template") for entry in entries}
 
 
 # --- the two file formats -------------------------------------------------------------------------
 # Both have: size, special (ids), strip (spaces to drop at the start of a text), errors (for UTF-8),
-# encode(text), prefix(), token_id(string), and piece(id): the bytes one token adds to a text.
+# eos_id, encode(text), prefix(), token_id(string), and piece(id): the bytes one token adds to a text.
 
 
 class JsonFile:
     """tokenizer.json through the `tokenizers` library."""
 
+    eos_id = None  # the files next to it name the token
+
     def __init__(self, path: Path, config: TokenizerConfig) -> None:
+        content = read_text(path)
         try:
-            self.model = JsonTokenizer.from_str(path.read_text(encoding="utf-8"))
+            self.model = JsonTokenizer.from_str(content)
         except Exception as error:  # the library raises bare Exception
             raise ValueError(f"{path} cannot be read ({one_line(error)}); fetch it again") from None
         self.model.no_truncation()  # the file may carry a training set-up that would cut prompts
@@ -187,6 +117,11 @@ class JsonFile:
                         f"{path} decodes with {json.dumps(step)}, not supported; supported are "
                         "ByteLevel, or LLaMA's Replace, ByteFallback, Fuse, Strip"
                     )
+        # Some files pair a byte-level vocabulary with sentencepiece's decoder.
+        added = {token.content for token in self.model.get_added_tokens_decoder().values()}
+        letters = set("".join(self.model.get_vocab(with_added_tokens=False).keys() - added))
+        if "\u0120" in letters and letters <= byte_level_alphabet().keys():
+            self.alphabet, self.before, self.strip = byte_level_alphabet(), "", 0
         self.errors = "replace" if self.alphabet else "surrogateescape"
 
     def encode(self, text: str) -> list[int]:
@@ -207,7 +142,7 @@ class JsonFile:
             return b""
         if self.alphabet and all(c in self.alphabet for c in token):
             return bytes(self.alphabet[c] for c in token)
-        if self.byte_fallback and (match := BYTE_PIECE.fullmatch(token)):
+        if self.byte_fallback and (match := re.fullmatch("<0x([0-9A-Fa-f]{2})>", token)):
             return bytes([int(match[1], 16)])
         for pattern, content in self.replacements:
             token = token.replace(pattern, content)
@@ -231,9 +166,12 @@ class SentencePieceFile:
             self.later = SentencePieceProcessor(model_proto=data + NO_DUMMY_PREFIX)
         except RuntimeError:
             raise ValueError(f"{path} is not a whole sentencepiece file; fetch it again") from None
+        if not config.add_prefix_space:
+            self.first = self.later
         self.strip = int(self.first.encode("a") != self.later.encode("a"))
         if config.legacy:
             self.later = self.first
+        self.eos_id = self.first.eos_id() if self.first.eos_id() >= 0 else None
         self.read_added(config)
         self.size = 1 + max(self.first.vocab_size() - 1, *self.contents)
 
@@ -326,12 +264,14 @@ def raise_exception(message: str) -> None:
 
 
 class Tokenizer:
-    """One tokenizer with its chat template. vocab_size: the largest id it can produce, plus one."""
+    """One tokenizer with its chat template. vocab_size: the largest id in a text, plus one."""
 
     def __init__(self, file: JsonFile | SentencePieceFile, config: TokenizerConfig) -> None:
         self.file = file
         self.config = config
-        self.vocab_size = file.size
+        # A token for padding may stand behind the model's vocabulary: no text has it.
+        pad = file.token_id(config.named.get("pad_token", ""))
+        self.vocab_size = file.size - (pad == file.size - 1)
         self.prefix = file.prefix() if config.add_bos is None else self.configured_prefix()
 
     def configured_prefix(self) -> list[int]:

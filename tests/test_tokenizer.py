@@ -480,7 +480,7 @@ LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 499723\n
         ("tokenizer.model", LFS, "Git LFS pointer"),
         ("tokenizer.json", b'{"version": "1.0", "trunc', "cannot be read"),
         ("tokenizer.json", b"{}", "cannot be read"),
-        ("tokenizer.json", b"\xff\xfe", "cannot be read"),
+        ("tokenizer.json", b"\xff\xfe", "is not UTF-8"),
         ("tokenizer.model", b"", "is empty"),
         ("tokenizer.model", b"garbage", "not a whole sentencepiece file"),
     ],

@@ -9,7 +9,6 @@ Leaves out: variants that the layout cannot express, which are refused by name.
 
 import json
 import os
-import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -18,9 +17,15 @@ import torch
 from torch import Tensor
 
 from eagle_draft import DraftConfig
-from talon.checkpoint import Checkpoint, TensorSpec, read_checkpoint, write_safetensors
+from talon.checkpoint import (
+    Checkpoint,
+    TensorSpec,
+    read_checkpoint,
+    replacing,
+    write_safetensors,
+)
 from talon.formats.head_import import LAYER_IDS, NORM_FLAGS, head_outputs, plan_head
-from talon.formats.hf_folder import HFFolder, Output, new_directory
+from talon.formats.hf_folder import HFFolder, Output, check_finite, new_directory
 from talon.settings import listed
 
 EXPORT_FORMATS = ("eagle", "speculators")
@@ -34,24 +39,18 @@ def export_head(path: Path | str, out: Path | str, layout: str = "eagle") -> str
     """
     checkpoint = read_checkpoint(path)
     config = check_expressible(checkpoint, layout)
-    out = Path(os.path.abspath(out))
+    out = Path(os.path.realpath(out))
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise ValueError(f"{out} exists and is not an empty directory; give another --out")
-    temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
-    with new_directory(out.parent):
-        try:
-            temporary.mkdir()
-            dtype = str(checkpoint.specs["fc.weight"].dtype).removeprefix("torch.")
-            content = (flat_config if layout == "eagle" else nested_config)(config, dtype)
-            (temporary / "config.json").write_text(json.dumps(content, indent=2) + "\n")
-            outputs = published_outputs(checkpoint, config, layout)
-            specs = published_specs(checkpoint, outputs)
-            tensors = published_tensors(checkpoint, outputs)
-            write_safetensors(temporary / "model.safetensors", {"format": "pt"}, specs, tensors)
-            verify_export(checkpoint, temporary, [output.name for output in outputs])
-            os.replace(temporary, out)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
+    dtype = str(checkpoint.specs["fc.weight"].dtype).removeprefix("torch.")
+    content = (flat_config if layout == "eagle" else nested_config)(config, dtype)
+    outputs = published_outputs(checkpoint, config, layout)
+    specs = published_specs(checkpoint, outputs)
+    with new_directory(out.parent), replacing(out, directory=True) as temporary:
+        (temporary / "config.json").write_text(json.dumps(content, indent=2) + "\n")
+        tensors = published_tensors(checkpoint, outputs)
+        write_safetensors(temporary / "model.safetensors", {"format": "pt"}, specs, tensors)
+        verify_export(checkpoint, temporary, [output.name for output in outputs])
     size = sum(spec.nbytes for spec in specs.values()) / 1e6
     what = f"{config.family} head, {layout} layout, {size:.1f} MB, read back and equal"
     if config.family == "eagle1" and config.draft_vocab_size < config.vocab_size:
@@ -190,6 +189,7 @@ def published_tensors(
     """The published tensors: fused ones taken apart, t2d rebuilt from d2t."""
     for output in outputs:
         tensor = checkpoint.tensor(output.name)
+        check_finite(tensor, f"{checkpoint.path}: {output.name}")
         sizes = [shape[0] for shape in output.parts.values()]
         yield from zip(output.parts, tensor.split(sizes), strict=True)
         if output.name == "d2t":
@@ -219,14 +219,9 @@ def verify_export(checkpoint: Checkpoint, directory: Path, names: list[str]) -> 
         different.append("tensors")
     else:
         for name, tensor in conversion.tensors(specs):
-            if not same_bytes(tensor, checkpoint.tensor(name)):
+            if not torch.equal(tensor, checkpoint.tensor(name)):
                 different.append(name)
     if different:
         raise ValueError(
             f"the export reads back differently ({listed(different)}); nothing was written"
         )
-
-
-def same_bytes(a: Tensor, b: Tensor) -> bool:
-    """Equality that holds for NaN too."""
-    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from eagle_draft import DraftConfig
 from talon.formats.hf_config import NEUTRAL_VALUES, check_neutral, read_layer, read_rope
-from talon.formats.hf_folder import Conversion, HFFolder, Output, layer_outputs
+from talon.formats.hf_folder import QUANTISED, Conversion, HFFolder, Output, layer_outputs
 from talon.settings import listed
 
 NORM_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
@@ -34,7 +34,7 @@ ALIASES = {
 UNSUPPORTED_TENSORS = {
     r"layers\.[1-9]": "a head of several layers",
     r"[qk]_norm\.": "a head with norms on q and k (q_norm, k_norm)",
-    r"scale|qweight|qzeros|zero_point|g_idx": "a quantised head",
+    QUANTISED: "a quantised head",
     r"lora_": "an adapter",
     r"_a_proj|_b_proj": "a head with latent attention (MLA)",
     r"experts": "a head with a mixture of experts",

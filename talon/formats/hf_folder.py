@@ -9,6 +9,7 @@ means, and what a target has that a head has not.
 
 import math
 import os
+import re
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -26,6 +27,9 @@ from talon.settings import Settings, listed
 SINGLE_FILES = ("model.safetensors", "pytorch_model.bin")
 
 INDEX_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+
+# Names of tensors that only quantised checkpoints have.
+QUANTISED = r"scale|qweight|qzeros|zero_point|g_idx|_packed|_blocks"
 
 # A table that old checkpoints saved; ours is computed.
 IGNORED_SUFFIX = "rotary_emb.inv_freq"
@@ -56,7 +60,6 @@ class HFFolder:
         self.files = self._find_files()
         self.config = Settings.read(self.path / "config.json")
         self.notes: list[str] = []
-        self._closing = ExitStack()
         self._opened: tuple[Path | None, Any] = (None, None)
         self.specs: dict[str, TensorSpec] = {}
         self.file_of: dict[str, Path] = {}
@@ -146,11 +149,8 @@ class HFFolder:
         """A weight file, mapped, and kept open until another one is asked for."""
         if self._opened[0] != file:
             self.close()
-            if file.suffix == ".safetensors":
-                content = self._closing.enter_context(open_safetensors(file))
-            else:
-                content = load_pickle(file)
-            self._opened = (file, content)
+            is_pickle = file.suffix != ".safetensors"
+            self._opened = (file, load_pickle(file) if is_pickle else open_safetensors(file))
         return self._opened[1]
 
     def read(self, name: str) -> Tensor:
@@ -162,7 +162,6 @@ class HFFolder:
     def close(self) -> None:
         """Let the open weight file go."""
         self._opened = (None, None)
-        self._closing.close()
 
 
 def load_pickle(file: Path) -> dict[str, Tensor]:
@@ -241,6 +240,17 @@ class Conversion:
         """Strict accounting: all that is needed is there, in shape; all that is there is used."""
         specs, where = self.folder.specs, self.folder.path
         wanted = {name: shape for output in self.outputs for name, shape in output.parts.items()}
+        foreign = [
+            f"{name} ({str(spec.dtype).removeprefix('torch.')})"
+            for name, spec in specs.items()
+            if (name in wanted and name not in self.ignored and spec.dtype not in DTYPES.values())
+            or (name not in wanted and re.search(QUANTISED, name))
+        ]
+        if foreign:
+            raise ValueError(
+                f"{where} holds {listed(foreign)}: quantised elsewhere, or neither float32 nor "
+                "float16 nor bfloat16; that is not supported, convert the original model"
+            )
         missing = [name for name in wanted if name not in specs]
         if missing:
             raise ValueError(f"{where} lacks {listed(missing)}; the weights do not fit config.json")
@@ -266,11 +276,6 @@ class Conversion:
             names = ", ".join(output.parts)
             if output.name == "d2t":
                 wanted = torch.int64
-            elif not found <= set(DTYPES.values()):
-                raise ValueError(
-                    f"{self.folder.path}: {names} is {', '.join(map(str, found))}; supported: "
-                    "float32, float16, bfloat16 (a quantised checkpoint cannot be converted)"
-                )
             elif dtype is None and len(found) > 1:
                 raise ValueError(
                     f"{self.folder.path}: {names} differ in dtype and are stored as one; "
@@ -298,13 +303,25 @@ class Conversion:
         return fused
 
     def _read(self, name: str, dtype: torch.dtype) -> Tensor:
-        """A tensor as stored, after a look at whether float16 could hold it."""
+        """A tensor as stored, after a look at whether its numbers are numbers, in `dtype` too."""
         tensor = self.folder.read(name)
-        if dtype == torch.float16 and tensor.dtype != dtype and tensor.numel():
-            largest = max(abs(limit.item()) for limit in tensor.aminmax())
-            if torch.finfo(dtype).max < largest < math.inf:
-                raise ValueError(
-                    f"{self.folder.path}: {name} reaches {largest:.3g}, more than float16 holds; "
-                    "use --dtype bf16"
-                )
+        largest = check_finite(tensor, f"{self.folder.path}: {name}")
+        if dtype.is_floating_point and torch.tensor(largest, dtype=dtype).isinf():
+            raise ValueError(
+                f"{self.folder.path}: {name} reaches {largest:.3g}, more than {dtype} holds; use "
+                "--dtype bf16 or fp32"
+            )
         return tensor
+
+
+def check_finite(tensor: Tensor, what: str) -> float:
+    """The largest magnitude in a tensor; ValueError if one of its numbers is NaN or infinite."""
+    if not tensor.is_floating_point() or not tensor.numel():
+        return 0.0
+    largest = max(abs(limit.item()) for limit in tensor.aminmax())
+    if not math.isfinite(largest):
+        raise ValueError(
+            f"{what} holds NaN or infinity, with which every text is senseless; download the "
+            "weights again, or ask who trained or merged them"
+        )
+    return largest

@@ -51,8 +51,8 @@ BAD_BYTE = re.compile("[\udc80-\udcff]")
 
 
 # --- the two file formats -------------------------------------------------------------------------
-# Both have: size, special (ids), strip (spaces to drop at the start of a text), errors (for UTF-8),
-# eos_id, encode(text), prefix(), token_id(string), and piece(id): the bytes one token adds to a text.
+# Both have: size, eos_id, special (ids), strip (spaces to drop at the start of a text), errors (for
+# UTF-8), encode(text), prefix(), token_id(string), and piece(id): the bytes one token adds.
 
 
 class JsonFile:

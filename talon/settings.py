@@ -93,6 +93,10 @@ class Settings:
         values = self._get(key, {}, (dict,), "an object")
         return Settings(values, f"{self.where}: {key}")
 
+    def numbered(self, key: str) -> "Settings":
+        """A list as a section whose keys count its entries."""
+        return Settings(dict(enumerate(self.items(key))), f"{self.where}: {key}")
+
     def refuse(self, key: str, allowed: str) -> None:
         raise ValueError(f"{self.where}: {key} is {self.values.get(key)!r}; supported: {allowed}")
 
@@ -113,14 +117,16 @@ class TokenizerConfig:
 def read_tokenizer_config(directory: Path) -> TokenizerConfig:
     """The settings in a directory; ValueError that names the file and the key of an odd one."""
     config = Settings.read(directory / "tokenizer_config.json", optional=True)
-    both = Settings.read(directory / "special_tokens_map.json", optional=True)
-    if config.values:  # an empty string states as little there as null does
-        both.values |= {k: value for k, value in config.values.items() if value not in (None, "")}
-        both.where = f"{config.where}, special_tokens_map.json"
+    older = Settings.read(directory / "special_tokens_map.json", optional=True)
+    # An empty string states as little as null does.
+    stated = [
+        pair for s in (older, config) for pair in s.values.items() if pair[1] not in (None, "")
+    ]
+    both = Settings(dict(stated), f"{config.where} or special_tokens_map.json")
     names = ("bos_token", "eos_token", "unk_token", "pad_token")
-    named = {name: content_of(both, name) for name in names if both.values.get(name)}
-    extra = dict(enumerate(both.items("additional_special_tokens")))
-    special = [*named.values(), *(content_of(Settings(extra, both.where), i) for i in extra)]
+    named = {name: content_of(both, name) for name in names if name in both}
+    extra = both.numbered("additional_special_tokens")
+    special = [*named.values(), *(content_of(extra, i) for i in extra.values)]
     return TokenizerConfig(
         named=named,
         special=tuple(special),
@@ -134,7 +140,7 @@ def read_tokenizer_config(directory: Path) -> TokenizerConfig:
 
 def content_of(settings: Settings, key: str | int) -> str:
     """Special tokens are written as strings or as objects with flags."""
-    if isinstance(settings.values[key], dict):
+    if isinstance(settings.values.get(key), dict):
         return settings.section(key).string("content")
     return settings.string(key)
 
@@ -166,7 +172,7 @@ def read_templates(directory: Path, config: Settings) -> dict[str, str]:
     if isinstance(found, str):
         return {"default": found}
     if isinstance(found, list):
-        numbered = Settings(dict(enumerate(found)), f"{config.where}: chat_template")
+        numbered = config.numbered("chat_template")
         entries = [numbered.section(i) for i in numbered.values]
         return {entry.string("name"): entry.string("template") for entry in entries}
     by_name = config.section("chat_template")

@@ -40,7 +40,8 @@ def tokenizer_json(size: int, added: tuple[str, ...] = (), special: bool = False
     ]
     vocab = {f"w{i}": i for i in range(size)}
     model = {"type": "WordLevel", "vocab": vocab, "unk_token": "w0"}
-    return json.dumps({"version": "1.0", "added_tokens": tokens, "model": model})
+    split = {"type": "WhitespaceSplit"}
+    return json.dumps({"added_tokens": tokens, "pre_tokenizer": split, "model": model})
 
 
 def command(*arguments: object) -> int:

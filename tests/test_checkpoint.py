@@ -9,7 +9,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from talon.checkpoint import TensorSpec, atomic_file, read_checkpoint, read_header, write_checkpoint
+from talon.checkpoint import (
+    TEMPORARY,
+    TensorSpec,
+    atomic_file,
+    read_checkpoint,
+    read_header,
+    write_checkpoint,
+)
 
 TENSORS = {
     "odd": torch.arange(15, dtype=torch.int8).reshape(3, 5),
@@ -131,6 +138,39 @@ def test_atomic_file_keeps_ordinary_permissions(tmp_path):
     assert (tmp_path / "a").stat().st_mode == (tmp_path / "b").stat().st_mode
 
 
+def test_a_link_is_written_through_to_its_target(tmp_path):
+    (tmp_path / "there").mkdir()
+    link, target = tmp_path / "link", tmp_path / "there" / "a"
+    link.symlink_to(target)
+    for content in (b"first", b"second"):
+        with atomic_file(link) as file:
+            file.write(content)
+        assert link.is_symlink() and target.read_bytes() == content
+    link.unlink()
+    link.symlink_to(tmp_path / "none" / "a")
+    with pytest.raises(FileNotFoundError, match="none does not exist"), atomic_file(link):
+        pass
+
+
+def test_what_nobody_holds_any_more_is_removed_and_what_is_being_written_is_not(tmp_path):
+    left, young = (tmp_path / f".{name}.0123{TEMPORARY}" for name in ("a", "b"))
+    directory = tmp_path / f".c.0123{TEMPORARY}"
+    directory.mkdir()
+    (directory / "x").touch()
+    foreign = tmp_path / ".a.123.tmp"
+    for path in (left, young, foreign):
+        path.touch()
+    os.utime(left, (0, 0))
+    os.utime(directory, (0, 0))
+    with atomic_file(tmp_path / "first"):
+        held = {path.name for path in tmp_path.iterdir()} - {young.name, foreign.name}
+        assert len(held) == 1
+        os.utime(tmp_path / held.pop(), (0, 0))
+        with atomic_file(tmp_path / "second"):
+            pass
+    assert sorted(os.listdir(tmp_path)) == sorted([foreign.name, young.name, "first", "second"])
+
+
 def test_missing_empty_and_directory_are_named(tmp_path):
     assert "does not exist" in refused(tmp_path / "no", FileNotFoundError)
     (tmp_path / "zero").write_bytes(b"")
@@ -154,7 +194,9 @@ def test_a_file_cut_anywhere_is_refused(tmp_path, keep):
 def test_a_file_with_bytes_after_its_end_is_refused(tmp_path):
     raw = write(tmp_path / "a").read_bytes()
     (tmp_path / "b").write_bytes(raw + b"xx")
-    refused(tmp_path / "b")
+    message = refused(tmp_path / "b")
+    assert "longer than its header says" in message and "truncated" not in message
+    assert f"{len(raw) + 2} bytes instead of {len(raw)}" in message
 
 
 def raw_file(path: Path, header: object, body: bytes = b"", length: int | None = None) -> Path:
@@ -189,6 +231,15 @@ def test_a_header_length_of_2_to_the_60_allocates_nothing(tmp_path):
 def test_offsets_past_the_end_are_truncation(tmp_path):
     header = {"x": {"dtype": "F32", "shape": [100], "data_offsets": [0, 400]}}
     assert "truncated" in refused(raw_file(tmp_path / "a", header, b"\0" * 100))
+
+
+@pytest.mark.parametrize("dtype", ["F4", "F8_E8M0", "F8_E4M3", "F6_E2M3"])
+def test_numbers_of_other_quantisers_are_named_not_called_damaged(tmp_path, dtype):
+    size = {"F4": 4, "F6_E2M3": 6}.get(dtype, 8)
+    header = {"x": {"dtype": dtype, "shape": [8], "data_offsets": [0, size]}}
+    message = refused(raw_file(tmp_path / "a", header, b"\0" * size))
+    assert f"x has the dtype {dtype}" in message and "quantised elsewhere" in message
+    assert "damaged" not in message and "download" not in message
 
 
 def test_overlapping_tensors_are_refused_when_read(tmp_path):

@@ -1,9 +1,11 @@
 """Conversion of targets: every tensor and setting arrives, and nothing else is accepted."""
 
 import json
+import math
 import os
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 
@@ -103,6 +105,28 @@ def test_float16_that_would_overflow_is_refused(tmp_path, capsys):
     tensors["model.norm.weight"][0] = 1e5
     path = make(tmp_path, tensors=tensors)
     refusal(capsys, path, "model.norm.weight", "bf16", flags=("--dtype", "fp16"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+def test_what_is_no_number_is_refused_by_tensor(tmp_path, capsys, dtype, number):
+    for name in ("model.layers.1.self_attn.k_proj.weight", "model.norm.weight"):
+        for place in (0, 7, -1):
+            tensors = {n: t.to(dtype) for n, t in tiny_tensors(CONFIG).items()}
+            tensors[name].view(-1)[place] = number
+            path = make(tmp_path, tensors=tensors)
+            for flags in ((), ("--dtype", "fp32"), ("--dtype", "bf16")):
+                refusal(capsys, path, name, "NaN or infinity", flags=flags)
+
+
+def test_a_number_beyond_the_chosen_precision_is_refused(tmp_path, capsys):
+    tensors = tiny_tensors(CONFIG)
+    tensors["model.norm.weight"][3] = torch.finfo(torch.float32).max
+    path = make(tmp_path, tensors=tensors)
+    refusal(capsys, path, "model.norm.weight", "3.4e+38", "fp32", flags=("--dtype", "bf16"))
+    assert convert(path).tensor("norm.weight")[3] == torch.finfo(torch.float32).max
+    tensors["model.norm.weight"][3] = 65519.0  # rounds to what float16 holds
+    convert(make(tmp_path, tensors=tensors), "--dtype", "fp16")
 
 
 def test_mixed_dtypes_in_a_fused_tensor_need_a_choice(tmp_path, capsys):
@@ -225,6 +249,18 @@ def test_quantised_weights_are_refused(tmp_path, capsys):
     refusal(capsys, make(tmp_path, tensors=tensors), name, "int8")
 
 
+def test_packed_weights_are_said_to_be_quantised_not_misshapen(tmp_path, capsys):
+    """NVFP4 as ModelOpt writes it: two numbers a byte, scales, nothing in config.json."""
+    tensors, name = tiny_tensors(CONFIG), "model.layers.0.mlp.down_proj.weight"
+    tensors[name] = torch.zeros(16, 12, dtype=torch.uint8)
+    refusal(capsys, make(tmp_path, tensors=tensors), name, "uint8", "quantised elsewhere")
+    tensors = tiny_tensors(CONFIG)
+    for ending in ("_packed", "_scale"):
+        tensors[name + ending] = tensors[name].clone()
+    tensors.pop(name)
+    refusal(capsys, make(tmp_path, tensors=tensors), name + "_packed", "quantised elsewhere")
+
+
 def test_an_adapter_is_no_model(tmp_path, capsys):
     (tmp_path / "adapter_config.json").write_text("{}")
     (tmp_path / "adapter_model.safetensors").write_bytes(b"x")
@@ -305,7 +341,73 @@ def small_files():
 def test_a_full_disk_leaves_nothing(tmp_path, capsys, request):
     make(tmp_path)
     request.getfixturevalue("small_files")
-    refusal(capsys, tmp_path, "File too large")
+    refusal(capsys, tmp_path, "DIR/talon.safetensors", "File too large")
+
+
+def test_a_link_is_written_through(tmp_path, capsys):
+    path, disk = make(tmp_path / "model"), tmp_path / "disk"
+    disk.mkdir()
+    (path / "talon.safetensors").symlink_to(disk / "t.safetensors")
+    for _ in range(2):  # leading nowhere at first, then to a file
+        assert command("--checkpoint_dir", path) == 0
+        assert (path / "talon.safetensors").is_symlink()
+        assert os.listdir(disk) == ["t.safetensors"]
+    assert read_checkpoint(disk / "t.safetensors").config["dim"] == 16
+    os.mkfifo(tmp_path / "pipe")
+    refusal(capsys, path, "no ordinary file", flags=("--out", str(tmp_path / "pipe")))
+
+
+@pytest.mark.parametrize("case", ["encoding", "full"])
+def test_a_file_is_converted_even_where_that_cannot_be_said(tmp_path, case):
+    path, out = make(tmp_path / "model"), tmp_path / "\u00fcber.safetensors"
+    line = [sys.executable, "convert_hf_checkpoint.py", "--checkpoint_dir", path, "--out", out]
+    environment = os.environ | ({"PYTHONIOENCODING": "ascii"} if case == "encoding" else {})
+    with open("/dev/full" if case == "full" else os.devnull, "w") as stdout:
+        done = subprocess.run(
+            line, cwd=ROOT, env=environment, stdout=stdout, stderr=subprocess.PIPE, text=True
+        )
+    assert done.returncode == 0, done.stderr
+    assert read_checkpoint(out).config["dim"] == 16
+    assert ("standard output cannot be written" in done.stderr) == (case == "full")
+
+
+INTERRUPTED = """
+import sys, time
+sys.path.insert(0, sys.argv[1])
+import convert_hf_checkpoint as command
+from talon.cli import run
+
+def halfway(tensors, specs):
+    yield next(tensors)
+    print("writing", flush=True)
+    time.sleep(60)
+
+command.with_progress = halfway
+run(lambda: command.main(sys.argv[2:]))
+"""
+
+
+def interrupted(number: int, *arguments: object) -> int:
+    """The exit code of a conversion that gets a signal while it writes."""
+    line = [sys.executable, "-c", INTERRUPTED, ROOT, *arguments]
+    with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        assert process.stdout.readline() == b"writing\n"
+        process.send_signal(number)
+        return process.wait()
+
+
+def test_a_signal_leaves_nothing_and_what_a_kill_left_goes_with_the_next_run(tmp_path):
+    path, out = make(tmp_path / "model"), tmp_path / "new" / "m.safetensors"
+    (path / "tokenizer.json").write_text(tokenizer_json(9))
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        assert interrupted(number, "--checkpoint_dir", path, "--out", out) == 128 + number
+        assert os.listdir(tmp_path) == ["model"]
+    assert interrupted(signal.SIGKILL, "--checkpoint_dir", path, "--out", out) < 0
+    assert len([name for name in os.listdir(out.parent) if name.startswith(".")]) == 1
+    os.utime(next(out.parent.glob(".*")), (0, 0))
+    other = out.with_name("other.safetensors")
+    assert command("--checkpoint_dir", path, "--out", other) == 0
+    assert sorted(os.listdir(out.parent)) == ["other.safetensors", "tokenizer.json"]
 
 
 MEASURE = """

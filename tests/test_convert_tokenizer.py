@@ -1,6 +1,7 @@
 """The tokenizer's part in a conversion: ends of a text, sizes that fit, files that follow."""
 
 import base64
+import codecs
 import json
 import os
 from pathlib import Path
@@ -8,6 +9,10 @@ from pathlib import Path
 import pytest
 import sentencepiece
 from hf_folders import LFS, command, convert, make, refusal, tokenizer_json
+
+from talon.checkpoint import read_checkpoint
+from talon.text import load
+from talon.tokenizer import load_tokenizer
 
 
 @pytest.mark.parametrize(
@@ -106,6 +111,126 @@ def test_a_damaged_tokenizer_file_is_named(tmp_path, capsys, name, content):
     refusal(capsys, tmp_path, name)
 
 
+@pytest.mark.parametrize("kind", ["tokenizer.json", "tokenizer.model"])
+def test_added_tokens_json_counts_as_the_other_files_do(tmp_path, kind):
+    path, out = make(tmp_path / "model"), tmp_path / "out"
+    if kind == "tokenizer.json":
+        (path / kind).write_text(tokenizer_json(30))
+    else:
+        train_sentencepiece(path / kind, 30)
+    (path / "added_tokens.json").write_text(json.dumps({"<end>": 30}))
+    (path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>"}))
+    assert command("--checkpoint_dir", path, "--out", out / "m.safetensors") == 0
+    assert 30 in read_checkpoint(out / "m.safetensors").config["eos_ids"]
+    texts = ("w1 <end> w2", "the <end>cat<end>")
+    ids = [load_tokenizer(folder).encode(text) for folder in (path, out) for text in texts]
+    assert ids[:2] == ids[2:] and all(30 in found for found in ids)
+
+
+def test_sentencepieces_own_end_counts_where_the_files_name_the_beginning(tmp_path, capsys):
+    """LLaMA-1 as it was first converted: every name of a token empty, eos_token_id 1, <s>."""
+    path = make(tmp_path, {"architectures": ["LLaMAForCausalLM"], "eos_token_id": 1})
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": 1}))
+    empty = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "")
+    (path / "tokenizer_config.json").write_text(json.dumps(empty))
+    train_sentencepiece(path / "tokenizer.model", 30)
+    assert convert(path).config["eos_ids"] == [1, 2]
+    assert "tokenizer.model ends texts with id 2" in capsys.readouterr().err
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": 2}))
+    assert convert(path).config["eos_ids"] == [1, 2]
+    assert "tokenizer.model" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("form", ["added_tokens.json", "tokenizer.json"])
+def test_a_padding_token_behind_the_embedding_is_never_produced_and_refused_in_a_prompt(
+    tmp_path, form
+):
+    path = make(tmp_path)
+    (path / "tokenizer.json").write_text(tokenizer_json(32, ("<pad>",) * (form[0] == "t"), True))
+    if form[0] == "a":
+        (path / form).write_text(json.dumps({"<pad>": 32}))
+    (path / "special_tokens_map.json").write_text(json.dumps({"pad_token": "<pad>"}))
+    (path / "tokenizer_config.json").write_text(json.dumps({"pad_token": None}))
+    engine = load(convert(path).path, compile=False)
+    assert engine.tokenizer.encode("w3 <pad>") == [3, 32]
+    generation = engine.generate("w3 w4", max_new_tokens=8)
+    assert "".join(generation) and len(generation.tokens) == 8
+    with pytest.raises(ValueError, match="outside 0 to 31"):
+        "".join(engine.generate("w3 <pad>", max_new_tokens=8))
+
+
+def test_only_padding_may_stand_behind_the_embedding(tmp_path, capsys):
+    path = make(tmp_path)
+    (path / "tokenizer.json").write_text(tokenizer_json(32, ("<turn>", "<pad>"), True))
+    (path / "tokenizer_config.json").write_text(json.dumps({"pad_token": "<pad>"}))
+    refusal(capsys, path, "<turn>", "32")
+
+
+def test_a_byte_order_mark_means_nothing_in_any_file(tmp_path):
+    path = make(tmp_path, {"eos_token_id": 5})
+    files = {
+        "generation_config.json": json.dumps({"eos_token_id": [7]}),
+        "tokenizer.json": tokenizer_json(20),
+        "tokenizer_config.json": json.dumps({"eos_token": "w9"}),
+        "special_tokens_map.json": json.dumps({"bos_token": "w1"}),
+        "added_tokens.json": json.dumps({"<new>": 20}),
+        "chat_template.jinja": "{{ bos_token }} w3",
+    }
+    for name, content in files.items():
+        (path / name).write_text(content)
+    plain, messages = convert(path).config, [{"role": "user", "content": "w4"}]
+    ids = load_tokenizer(path).encode_chat(messages)
+    for name in ("config.json", *files):
+        (path / name).write_bytes(codecs.BOM_UTF8 + (path / name).read_bytes())
+        assert convert(path).config == plain
+        assert load_tokenizer(path).encode_chat(messages) == ids == [1, 3]
+
+
+ODD_SETTINGS = [
+    {"bos_token": ["<s>"]},
+    {"bos_token": 1},
+    {"eos_token": {"lstrip": False}},
+    {"eos_token": {"content": 3}},
+    {"eos_token": ["w1", "w2"]},
+    {"pad_token": True},
+    {"additional_special_tokens": "w1"},
+    {"additional_special_tokens": [None]},
+    {"additional_special_tokens": [{"content": []}]},
+    {"added_tokens_decoder": [1]},
+    {"added_tokens_decoder": {"x": {"content": "w1"}}},
+    {"added_tokens_decoder": {"9": "w9"}},
+    {"added_tokens_decoder": {"9": {"content": None}}},
+    {"added_tokens_decoder": {"9": {"content": "w9", "special": "yes"}}},
+    {"add_bos_token": "true"},
+    {"legacy": 0},
+    {"add_prefix_space": "no"},
+    {"chat_template": 3},
+    {"chat_template": ["{{ messages }}"]},
+    {"chat_template": [{"name": "default"}]},
+    {"chat_template": {"default": None}},
+]
+
+
+@pytest.mark.parametrize("settings", ODD_SETTINGS)
+def test_an_odd_setting_of_the_tokenizer_is_named(tmp_path, capsys, settings):
+    path, key = make(tmp_path), next(iter(settings))
+    (path / "tokenizer.json").write_text(tokenizer_json(9))
+    (path / "tokenizer_config.json").write_text(json.dumps(settings))
+    refusal(capsys, path, "tokenizer_config.json", key)
+    with pytest.raises(ValueError, match=key) as caught:
+        load_tokenizer(path)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["added_tokens.json", "special_tokens_map.json"])
+@pytest.mark.parametrize("content", ["[]", '{"bos_token": []}', '{"bos_token": 1.5}'])
+def test_an_odd_file_next_to_the_tokenizer_is_named(tmp_path, capsys, name, content):
+    path = make(tmp_path)
+    (path / "tokenizer.json").write_text(tokenizer_json(9))
+    (path / name).write_text(content)
+    refusal(capsys, path, name)
+
+
 def test_tokenizer_files_follow_the_output(tmp_path):
     path, out = make(tmp_path / "model"), tmp_path / "new" / "dir" / "m.safetensors"
     contents = {
@@ -113,6 +238,7 @@ def test_tokenizer_files_follow_the_output(tmp_path):
         "tokenizer_config.json": "{}",
         "chat_template.jinja": "{{ messages }}",
         "special_tokens_map.json": "{}",
+        "added_tokens.json": "{}",
     }
     for name, text in contents.items():
         (path / name).write_text(text)

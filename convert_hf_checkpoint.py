@@ -274,9 +274,7 @@ def read_stop_ids(folder: HFFolder, vocab_size: int, notes: list[str]) -> tuple[
             found.add(token)
     own = tokenizer.file.eos_id if tokenizer else None
     if own is not None and own not in found:
-        notes.append(
-            f"tokenizer.model ends texts with id {own}, the other files with another: used"
-        )
+        notes.append(f"tokenizer.model ends texts with id {own}, as no other file says: used")
         found.add(own)
     return tuple(sorted(found))
 

@@ -222,8 +222,10 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
             yield file
             file.flush()
             os.fsync(file.fileno())
-    except OSError as error:  # of a full disk Python says no name
-        error.filename = error.filename or str(path)
+    except OSError as error:
+        # Python names no file of a full disk, and nobody knows the temporary one.
+        if error.filename is None or str(error.filename).endswith(TEMPORARY):
+            error.filename = str(path)
         raise
 
 

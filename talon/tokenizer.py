@@ -117,12 +117,15 @@ class JsonFile:
                         f"{path} decodes with {json.dumps(step)}, not supported; supported are "
                         "ByteLevel, or LLaMA's Replace, ByteFallback, Fuse, Strip"
                     )
-        # Some files pair a byte-level vocabulary with sentencepiece's decoder.
-        added = {token.content for token in self.model.get_added_tokens_decoder().values()}
-        letters = set("".join(self.model.get_vocab(with_added_tokens=False).keys() - added))
-        if "\u0120" in letters and letters <= byte_level_alphabet().keys():
+        if not self.alphabet and self.is_byte_level():
             self.alphabet, self.before, self.strip = byte_level_alphabet(), "", 0
         self.errors = "replace" if self.alphabet else "surrogateescape"
+
+    def is_byte_level(self) -> bool:
+        """Whether the vocabulary is, whatever the decoder: some files pair it with another's."""
+        added = {token.content for token in self.model.get_added_tokens_decoder().values()}
+        letters = set("".join(self.model.get_vocab(with_added_tokens=False).keys() - added))
+        return "\u0120" in letters and letters <= byte_level_alphabet().keys()
 
     def encode(self, text: str) -> list[int]:
         return self.model.encode(text, add_special_tokens=False).ids

@@ -1,5 +1,6 @@
 """The file format: what goes in comes out, and nothing half-written or foreign is accepted."""
 
+import errno
 import json
 import os
 import struct
@@ -129,6 +130,16 @@ def test_writing_needs_an_existing_directory_and_a_file_name(tmp_path):
         write(tmp_path / "no" / "a")
     with pytest.raises(ValueError, match="is a directory"):
         write(tmp_path)
+
+
+def test_an_error_of_the_system_names_the_file_and_not_the_temporary_one(tmp_path):
+    with pytest.raises(OSError, match="No space") as caught, atomic_file(tmp_path / "a"):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    assert caught.value.filename == str(tmp_path / "a")
+    long = tmp_path / ("a" * 250)
+    with pytest.raises(OSError, match="too long") as caught, atomic_file(long):
+        pass
+    assert caught.value.filename == str(long)
 
 
 def test_atomic_file_keeps_ordinary_permissions(tmp_path):

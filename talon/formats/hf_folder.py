@@ -29,7 +29,7 @@ SINGLE_FILES = ("model.safetensors", "pytorch_model.bin")
 INDEX_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 
 # Names of tensors that only quantised checkpoints have.
-QUANTISED = r"scale|qweight|qzeros|zero_point|g_idx|_packed|_blocks"
+QUANTISED = r"scale|qweight|qzeros|zero_point|g_idx|_packed$|_blocks$"
 
 # A table that old checkpoints saved; ours is computed.
 IGNORED_SUFFIX = "rotary_emb.inv_freq"
@@ -240,17 +240,13 @@ class Conversion:
         """Strict accounting: all that is needed is there, in shape; all that is there is used."""
         specs, where = self.folder.specs, self.folder.path
         wanted = {name: shape for output in self.outputs for name, shape in output.parts.items()}
-        foreign = [
-            f"{name} ({str(spec.dtype).removeprefix('torch.')})"
-            for name, spec in specs.items()
-            if (name in wanted and name not in self.ignored and spec.dtype not in DTYPES.values())
-            or (name not in wanted and re.search(QUANTISED, name))
-        ]
-        if foreign:
-            raise ValueError(
-                f"{where} holds {listed(foreign)}: quantised elsewhere, or neither float32 nor "
-                "float16 nor bfloat16; that is not supported, convert the original model"
-            )
+        for name, spec in specs.items():
+            packed = name in wanted.keys() - self.ignored and spec.dtype not in DTYPES.values()
+            if packed or (name not in wanted and re.search(QUANTISED, name)):
+                raise ValueError(
+                    f"{where}: {name} is {spec.dtype}, of a checkpoint quantised elsewhere; that "
+                    "is not supported, convert the model in float32, float16 or bfloat16"
+                )
         missing = [name for name in wanted if name not in specs]
         if missing:
             raise ValueError(f"{where} lacks {listed(missing)}; the weights do not fit config.json")

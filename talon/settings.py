@@ -160,7 +160,8 @@ def read_added_tokens(
         token = newer.section(key)
         names = ("lstrip", "rstrip", "normalized", "single_word", "special")
         flags = {name: token.flag(name) for name in names}
-        added[int(key)] = AddedToken(token.string("content"), **flags)
+        if content := token.string("content"):  # an empty one would stand at every place
+            added[int(key)] = AddedToken(content, **flags)
     return added
 
 

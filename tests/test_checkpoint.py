@@ -18,6 +18,7 @@ from talon.checkpoint import (
     read_header,
     write_checkpoint,
 )
+from talon.cli import check_output
 
 TENSORS = {
     "odd": torch.arange(15, dtype=torch.int8).reshape(3, 5),
@@ -161,6 +162,15 @@ def test_a_link_is_written_through_to_its_target(tmp_path):
     link.symlink_to(tmp_path / "none" / "a")
     with pytest.raises(FileNotFoundError, match="none does not exist"), atomic_file(link):
         pass
+
+
+def test_an_output_that_is_a_link_is_judged_by_its_target(tmp_path):
+    (tmp_path / "input").touch()
+    for target, word in (("none/a", "none does not exist"), ("input", "is an input")):
+        link = tmp_path / f"{target[:4]}.link"
+        link.symlink_to(tmp_path / target)
+        with pytest.raises(ValueError, match=word):
+            check_output("--json", link, [tmp_path / "input"])
 
 
 def test_what_nobody_holds_any_more_is_removed_and_what_is_being_written_is_not(tmp_path):

@@ -215,6 +215,7 @@ def test_added_tokens_of_a_sentencepiece_folder_are_found(
     (tmp_path / "tokenizer.model").write_bytes(sentencepiece_bytes)
     added = {"341": {"content": "<|im_end|>", "special": True, "rstrip": True}}
     write_json(tmp_path, "added_tokens.json", {"<|im_start|>": 340, "<tool>": 342})
+    added["343"] = {"content": ""}
     settings = {"added_tokens_decoder": added, "additional_special_tokens": ["<|im_start|>"]}
     write_json(tmp_path, "tokenizer_config.json", settings)
     tokenizer = load_tokenizer(tmp_path)

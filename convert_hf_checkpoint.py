@@ -131,7 +131,7 @@ def with_progress(
     with tqdm(total=total, unit="B", unit_scale=True, disable=None, file=sys.stderr) as bar:
         for name, tensor in tensors:
             yield name, tensor
-            bar.update(specs[name].nbytes)
+            bar.update(tensor.nbytes)
 
 
 @contextmanager

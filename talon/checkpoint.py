@@ -238,7 +238,8 @@ def write_safetensors(
     """Write any safetensors file, one tensor in memory at a time; equal inputs give equal bytes.
 
     The header keeps the order of `specs`. The data is laid out by falling element size, so that
-    every tensor is aligned however odd the size of an int8 one; tensors may come in any order.
+    every tensor is aligned however odd the size of an int8 one. Tensors may come in any order, and
+    each in pieces of its rows, one after the other.
     """
     end, offsets = 0, {}
     for name in sorted(specs, key=lambda name: -specs[name].dtype.itemsize):
@@ -250,16 +251,17 @@ def write_safetensors(
         header[name]["data_offsets"] = [offsets[name], offsets[name] + spec.nbytes]
     raw = json.dumps(header, separators=(",", ":")).encode()
     raw += b" " * (-len(raw) % 8)
-    missing = set(specs)
+    written = dict.fromkeys(specs, 0)
     with atomic_file(path) as file:
         file.write(len(raw).to_bytes(8, "little") + raw)
-        for name, tensor in tensors:
-            found = TensorSpec(tensor.dtype, tuple(tensor.shape))
-            assert found == specs[name], f"{name} is {found}, promised was {specs[name]}"
-            file.seek(8 + len(raw) + offsets[name])
-            _write_bytes(file, tensor)
-            missing.remove(name)
-        assert not missing, f"no tensor came for {sorted(missing)}"
+        for name, rows in tensors:
+            promised = (specs[name].dtype, specs[name].shape[1:])
+            assert (rows.dtype, tuple(rows.shape[1:])) == promised, f"{name} is not {promised}"
+            file.seek(8 + len(raw) + offsets[name] + written[name])
+            _write_bytes(file, rows)
+            written[name] += rows.nbytes
+        for name, spec in specs.items():
+            assert written[name] == spec.nbytes, f"{written[name]} bytes came for {name}, {spec}"
 
 
 def _write_bytes(file: BinaryIO, tensor: Tensor) -> None:

@@ -97,6 +97,18 @@ def test_writing_twice_gives_the_same_bytes_in_any_order_of_arrival(tmp_path):
     assert (tmp_path / "c").read_bytes() == first
 
 
+def test_a_tensor_may_come_in_pieces_of_its_rows(tmp_path):
+    first = write(tmp_path / "a").read_bytes()
+    pieces = []
+    for name, tensor in TENSORS.items():
+        rows = (tensor[:1], tensor[1:]) if tensor.ndim else (tensor,)
+        pieces += [(name, part) for part in rows]
+    write_checkpoint(
+        tmp_path / "b", kind="target", config={"dim": 4}, specs=specs_of(TENSORS), tensors=pieces
+    )
+    assert (tmp_path / "b").read_bytes() == first
+
+
 def test_a_strided_tensor_is_written_in_its_logical_order(tmp_path):
     tensor = torch.arange(6.0).reshape(2, 3).t()
     path = write(tmp_path / "a", {"x": tensor})

@@ -218,8 +218,11 @@ def verify_export(checkpoint: Checkpoint, directory: Path, names: list[str]) -> 
     if specs != {name: checkpoint.specs[name] for name in names}:
         different.append("tensors")
     else:
-        for name, tensor in conversion.tensors(specs):
-            if not torch.equal(tensor, checkpoint.tensor(name)):
+        pieces: dict[str, list[Tensor]] = {name: [] for name in names}
+        for name, rows in conversion.tensors(specs):
+            pieces[name].append(rows)
+        for name in names:
+            if not torch.equal(torch.cat(pieces[name]), checkpoint.tensor(name)):
                 different.append(name)
     if different:
         raise ValueError(

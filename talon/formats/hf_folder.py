@@ -283,20 +283,12 @@ class Conversion:
         return specs
 
     def tensors(self, specs: dict[str, TensorSpec]) -> Iterator[tuple[str, Tensor]]:
-        """Every (name, tensor) to write, one at a time."""
+        """Every (name, rows) to write: the parts of a tensor one by one, so that none is built."""
         for output in self.outputs:
-            yield output.name, self._build(output, specs[output.name])
+            dtype = specs[output.name].dtype
+            for part in output.parts:
+                yield output.name, self._read(part, dtype).to(dtype)
         self.folder.close()
-
-    def _build(self, output: Output, spec: TensorSpec) -> Tensor:
-        """Parts go straight into their rows, so that no shard stays mapped for their sake."""
-        if len(output.parts) == 1:
-            return self._read(*output.parts, spec.dtype).to(spec.dtype)
-        fused, row = torch.empty(spec.shape, dtype=spec.dtype), 0
-        for name, shape in output.parts.items():
-            fused[row : row + shape[0]].copy_(self._read(name, spec.dtype))
-            row += shape[0]
-        return fused
 
     def _read(self, name: str, dtype: torch.dtype) -> Tensor:
         """A tensor as stored, after a look at whether its numbers are numbers, in `dtype` too."""

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from eagle_draft import DraftConfig, DraftHead, default_feature_layers
 from model import ModelConfig, Transformer
 from talon.checkpoint import Checkpoint, read_checkpoint
+from talon.decoder import PREFILL_CHUNK
 from talon.kernels.linear import QuantizedLinear, pack, swap_linears
 from talon.tokenizer import TOKENIZER_FILES, Tokenizer, load_tokenizer
-from talon.trees import NO_TREE, PRESETS, Tree, parse_tree
+from talon.trees import NO_TREE, PRESETS, Tree, bucket_widths, parse_tree
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -25,8 +26,9 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def pick_device(name: str) -> torch.device:
+    """The device of that name; a GPU is made ready."""
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
     except RuntimeError:
@@ -35,7 +37,19 @@ def pick_device(name: str) -> torch.device:
         raise ValueError(f"device {name} is asked for, but torch finds no GPU: give --device cpu")
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"device {name!r} is not supported: give auto, cpu or cuda")
+    if device.type == "cuda":
+        make_ready(device)
     return device
+
+
+def make_ready(gpu: torch.device) -> None:
+    """Settings of torch for a GPU, in this one place. Parts of a sum are not rounded to 16 bits:
+    how many there are differs between one row and many, and near ties would flip. Streams and
+    graphs are made on the current GPU, so this is to be it."""
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+    if gpu.index is not None:
+        torch.cuda.set_device(gpu)
 
 
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:
@@ -317,12 +331,13 @@ class MemoryPlan:
     target: int
     head: int
     caches: int
-    workspace: int
+    workspace: int  # of a forward at a time
+    graphs: int = 0  # the pool of all captured rounds, and they themselves
     available: int | None = None
 
     @property
     def total(self) -> int:
-        return self.target + self.head + self.caches + self.workspace
+        return self.target + self.head + self.caches + self.workspace + self.graphs
 
     def check(self) -> None:
         if self.available is None or self.total <= self.available:
@@ -330,8 +345,9 @@ class MemoryPlan:
         raise ValueError(
             f"this needs {gigabytes(self.total)} (target {gigabytes(self.target)}, head "
             f"{gigabytes(self.head)}, caches {gigabytes(self.caches)}, workspace "
-            f"{gigabytes(self.workspace)}) but the device has {gigabytes(self.available)} free: "
-            "quantise with quantize.py --mode int8 or int4, or lower --max_seq_length"
+            f"{gigabytes(self.workspace + self.graphs)}) but the device has "
+            f"{gigabytes(self.available)} free: quantise with quantize.py --mode int8 or int4, or "
+            "lower --max_seq_length"
         )
 
 
@@ -356,21 +372,35 @@ def plan_memory(
     max_seq_length: int,
     tree: Tree,
     dtype: torch.dtype,
+    device: torch.device,
     available: int | None,
-    chunk: int = 256,
 ) -> MemoryPlan:
     """What decoding will need, from the files' headers alone."""
-    c, d = files.config, files.head_config
+    c, d, chunk = files.config, files.head_config, PREFILL_CHUNK[device.type]
     rows = tree.cache_rows(max_seq_length, chunk)
     caches = 2 * c.n_layer * c.n_kv_head * c.head_dim * rows * dtype.itemsize
     if d is not None:
         caches += 2 * d.n_kv_head * d.head_dim * rows * dtype.itemsize
-    scores = 2 * c.n_head * chunk * rows * 4  # attention of one prefill chunk, in fp32
-    logits = 3 * tree.nodes * c.vocab_size * 4  # of a tree, with noise and filter
-    hidden = 8 * chunk * c.intermediate_size * dtype.itemsize
     head = loaded_bytes(files.head, dtype) if files.head else 0
-    workspace = scores + logits + hidden
-    return MemoryPlan(loaded_bytes(files.target, dtype), head, caches, workspace, available)
+    prefill = forward_bytes(c, chunk, 1, rows, dtype)
+    round_ = forward_bytes(c, tree.nodes, max(tree.nodes, tree.beam), rows, dtype)
+    workspace, graphs = max(prefill, round_), 0
+    if device.type == "cuda":  # a captured round has memory of its own
+        captured = 3 * len(bucket_widths(rows))  # for each kind of sampling
+        workspace, graphs = prefill, round_ + captured * GRAPH_BYTES
+    target = loaded_bytes(files.target, dtype)
+    return MemoryPlan(target, head, caches, workspace, graphs, available)
+
+
+GRAPH_BYTES = 10**7  # of a graph by itself: about 900 kernels of 10 KB each (estimated)
+
+
+def forward_bytes(c: ModelConfig, tokens: int, choices: int, rows: int, dtype: torch.dtype) -> int:
+    """At most, of a target forward over `tokens` after `choices` of which a token is chosen."""
+    scores = 3 * c.n_head * tokens * rows * 4  # before, while and after they become weights, fp32
+    states = tokens * (8 * c.intermediate_size + c.n_layer * c.dim) * dtype.itemsize
+    logits = 64 * choices * c.vocab_size  # with noise, and a filter that sorts them
+    return scores + states + logits
 
 
 def available_memory(device: torch.device) -> int | None:

@@ -264,7 +264,7 @@ def load_files(files: Files, options: Options) -> Engine:
     started = time.perf_counter()
     o, config = options, files.config
     context, tree = fit_context(o.max_seq_length, config), fit_tree(o.tree, files.head_config)
-    plan_memory(files, context, tree, o.dtype, available_memory(o.device)).check()
+    plan_memory(files, context, tree, o.dtype, o.device, available_memory(o.device)).check()
     model = load_target(files, o.device, o.dtype)
     head, choice = None, None
     if files.head and tree.needs_head:

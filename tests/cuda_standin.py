@@ -286,7 +286,7 @@ class Gpu:
         self.stream = Stream(self)  # the current one
         self.streams = [self.stream]
         self.tape: Tape | None = None  # of the capture under way
-        self.making = False  # whether the function under way asked for this device
+        self.making = False  # whether what the function under way makes is to be here
         self.pools: dict[object, list[Tape]] = {}
         self.captures: list[CUDAGraph] = []
         self.clock = 0.0
@@ -347,12 +347,15 @@ class Gpu:
         if func in READS and self.holds(args[0]):
             self.wait()
             self.stream.run()
-        pinned, there = kwargs.pop("pin_memory", False), is_cuda(kwargs.get("device"))
+        pinned, device = kwargs.pop("pin_memory", False), kwargs.get("device")
+        there = is_cuda(device)
         if there:
             kwargs["device"] = "cpu"
             if func in FROM_HOST:
                 self.wait()
-        before, self.making = self.making, there
+        # What torch makes of its own accord is where the arguments are.
+        like = device is None and any(map(self.holds, tensors((args, *kwargs.values()))))
+        before, self.making = self.making, there or like
         try:
             result = func(*args, **kwargs)
         finally:

@@ -369,6 +369,14 @@ class Tokenizer:
     def token_id(self, token: str) -> int | None:
         return self.file.token_id(token)
 
+    def special_id(self, text: str) -> int | None:
+        """The id of the special token that `text` is; None if it is ordinary text."""
+        token = self.token_id(text)
+        return token if token in self.file.special else None
+
+    def holds_special(self, text: str) -> bool:
+        return any(token in self.file.special for token in self.file.encode(text))
+
     @property
     def has_chat_template(self) -> bool:
         return bool(self.settings.templates)

@@ -4,6 +4,7 @@ Nothing is inferred from a name and nothing is left to chance: every parameter h
 its own file or borrowed from the target by rule; what does not fit is refused with both numbers.
 Leaves out: reading other projects' files (convert_hf_checkpoint.py), decoding (engine.py)."""
 
+import functools
 import platform
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -12,9 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from eagle_draft import DraftConfig, DraftHead, default_feature_layers
-from model import ModelConfig, Transformer
+from model import Attention, ModelConfig, Transformer
 from talon.checkpoint import Checkpoint, read_checkpoint
-from talon.kernels.linear import QuantizedLinear, pack, swap_linears
+from talon.cli import note
+from talon.kernels import cpu_kernels
+from talon.kernels.linear import QuantizedLinear, swap_linears
 from talon.tokenizer import TOKENIZER_FILES, Tokenizer, load_tokenizer
 from talon.trees import NO_TREE, PRESETS, Tree, parse_tree
 
@@ -131,38 +134,46 @@ def find_tokenizer(directory: Path, config: ModelConfig) -> Tokenizer | None:
 
 
 def fill(
-    module: nn.Module, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype
+    module: nn.Module,
+    checkpoint: Checkpoint,
+    device: torch.device,
+    dtype: torch.dtype,
+    prefix: str = "",
 ) -> None:
-    """Give every parameter of a module on the meta device its tensor: each exactly one, none left
-    over.
-    """
-    wanted = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
-    missing, unused = (
-        wanted.keys() - checkpoint.specs.keys(),
-        checkpoint.specs.keys() - wanted.keys(),
-    )
+    """Give every parameter of a module on the meta device its tensor: each exactly one of those
+    under `prefix`, none left over."""
+    wanted = {prefix + name: tuple(t.shape) for name, t in module.state_dict().items()}
+    stored = {name for name in checkpoint.specs if name.startswith(prefix)}
+    missing, unused = wanted.keys() - stored, stored - wanted.keys()
     if missing or unused:
         raise ValueError(
-            f"{checkpoint.path}: the file does not match its own configuration (missing: "
-            f"{sorted(missing)[:3] or 'none'}, unused: {sorted(unused)[:3] or 'none'}): convert "
-            "it again"
+            f"{checkpoint.path} does not match its own configuration (missing: "
+            f"{sorted(missing)[:3] or 'none'}, unused: {sorted(unused)[:3] or 'none'}): convert it "
+            "again"
         )
     for name, shape in wanted.items():
         if checkpoint.specs[name].shape != shape:
             raise ValueError(
                 f"{checkpoint.path}: {name} has shape {list(checkpoint.specs[name].shape)}, but "
-                "the file's "
-                f"configuration says {list(shape)}: convert it again"
+                f"the file's configuration says {list(shape)}: convert it again"
             )
+    # A quantised layer's numbers stay as they are stored; packing gives them the device's form.
     quantized = tuple(f"{layer}." for layer in (checkpoint.quantization or {}).get("layers", {}))
     state = {}
-    for name, tensor in checkpoint.tensors():
-        # The numbers of a quantised layer stay as they are stored; packing gives them the device's
-        # form.
-        cast = tensor.is_floating_point() and not name.startswith(quantized or ("\0",))
-        state[name] = tensor.to(device=device, dtype=dtype if cast else tensor.dtype)
+    for name in wanted:
+        tensor = checkpoint.tensor(name)
+        cast = tensor.is_floating_point() and not name.startswith(quantized)
+        state[name.removeprefix(prefix)] = tensor.to(device, dtype if cast else tensor.dtype)
     module.load_state_dict(state, strict=True, assign=True)
     module.requires_grad_(False).eval()
+
+
+def empty_target(checkpoint: Checkpoint) -> Transformer:
+    """The model of a target file on the meta device, its quantised linears swapped in."""
+    with torch.device("meta"):
+        model = Transformer(ModelConfig.from_dict(checkpoint.config))
+    swap_linears(model, checkpoint.quantization)
+    return model
 
 
 def load_target(
@@ -171,13 +182,10 @@ def load_target(
     dtype: torch.dtype,
     pack_for: torch.device | None = None,
 ) -> Transformer:
-    """The model of a target file, its quantised linears swapped in and packed for the device, or
-    for another one that it will be moved to.
-    """
-    config = ModelConfig.from_dict(checkpoint.config)
-    with torch.device("meta"):
-        model = Transformer(config)
-    swap_linears(model, checkpoint.quantization)
+    """The model of a target file, its operators those of the device, or of another one that it will
+    be moved to."""
+    model = empty_target(checkpoint)
+    config = model.config
     tied = config.tied and "output.weight" not in checkpoint.specs
     if tied:
         model.output = None
@@ -185,8 +193,37 @@ def load_target(
     if tied:
         model.output = nn.Linear(config.dim, config.vocab_size, bias=False, device="meta")
         model.output.weight = model.tok_embeddings.weight
-    pack(model, pack_for or device, dtype)
+    choose_operators(model, pack_for or device, dtype)
     return model
+
+
+@functools.cache
+def has_cpu_operators() -> bool:
+    """Whether the CPU operators for a few rows can be compiled here; why not is said once."""
+    try:
+        cpu_kernels.load()
+    except ValueError as error:
+        note(f"note: {error}; torch's own operators are used, which are slower for a few rows")
+        return False
+    return True
+
+
+def choose_operators(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+    """Let a module's linear layers and attention run by what `device` has for a few rows; dtype is
+    that of the activations. In place; what has been done is not done again.
+
+    No other place rewires modules."""
+    for linear in module.modules():
+        if isinstance(linear, QuantizedLinear) and not linear.route:
+            linear.pack(device, dtype)
+    if device.type != "cpu" or dtype != torch.float32 or not has_cpu_operators():
+        return
+    for parent in list(module.modules()):
+        if isinstance(parent, Attention):
+            parent.attend = cpu_kernels.attend_rows
+        for name, child in list(parent.named_children()):
+            if type(child) is nn.Linear and child.weight.dtype == torch.float32:
+                setattr(parent, name, cpu_kernels.RowsLinear(child))
 
 
 def fit_head(checkpoint: Checkpoint, target: ModelConfig) -> DraftConfig:
@@ -251,7 +288,7 @@ def load_head(
         head.tok_embeddings = model.tok_embeddings
     if not config.own_output:
         head.output = model.output if identity else rows_of(model.output, ids)
-    pack(head, device, dtype)
+    choose_operators(head, device, dtype)
     return head
 
 

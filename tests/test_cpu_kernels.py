@@ -12,6 +12,7 @@ from torch import nn
 
 from model import attend
 from talon.kernels import cpu_kernels
+from talon.loading import choose_operators
 
 ROOT = Path(__file__).resolve().parent.parent
 SIZES = [(576, 960), (1536, 576), (64, 48), (37, 19), (100, 65), (7, 3), (1, 1)]
@@ -180,13 +181,13 @@ def test_fast_linears_share_the_weights_and_keep_the_numbers():
     fast = nn.Sequential(*plain)
     expected = {rows: plain(torch.ones(rows, 40)) for rows in (1, 100)}
     weights = [layer.weight for layer in plain]
-    cpu_kernels.speed_up(fast)
+    choose_operators(fast, torch.device("cpu"), torch.float32)
     assert all(isinstance(layer, cpu_kernels.RowsLinear) for layer in fast)
     assert all(a.weight is b for a, b in zip(fast, weights, strict=True))
     for rows, value in expected.items():
         torch.testing.assert_close(fast(torch.ones(rows, 40)), value)
     half = nn.Sequential(nn.Linear(4, 4)).bfloat16()
-    cpu_kernels.speed_up(half)
+    choose_operators(half, torch.device("cpu"), torch.float32)
     assert type(half[0]) is nn.Linear
 
 

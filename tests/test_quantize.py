@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny import random_head, random_model
+from tiny import random_head, random_model, unpack_int4
 from torch import nn
 
 import quantize
@@ -17,14 +17,13 @@ from quantize import Plan, quantize_checkpoint, quantize_weight
 from talon.checkpoint import TensorSpec, read_checkpoint, write_checkpoint
 from talon.kernels.linear import (
     LINEARS,
-    pack,
     pack_int4,
     quantize_int4,
     quantize_int8,
     swap_linears,
-    unpack_int4,
     unpacked,
 )
+from talon.loading import choose_operators
 
 ROOT = Path(__file__).resolve().parent.parent
 CPU = torch.device("cpu")
@@ -44,7 +43,7 @@ def layer_of(weight, mode, groupsize=32, bias=None, smoothing=None, dtype=torch.
     if bias is not None:
         state["one.bias"] = bias
     holder.load_state_dict(state, assign=True)
-    pack(holder.requires_grad_(False), CPU, dtype)
+    choose_operators(holder.requires_grad_(False), CPU, dtype)
     return holder.one
 
 
@@ -239,7 +238,7 @@ def load(path):
     if "output.weight" not in state:
         state["output.weight"] = state["tok_embeddings.weight"]
     model.load_state_dict(state, strict=True, assign=True)
-    pack(model.requires_grad_(False), CPU, torch.float32)
+    choose_operators(model.requires_grad_(False), CPU, torch.float32)
     return model
 
 
@@ -394,7 +393,7 @@ def test_an_interrupted_run_leaves_nothing(tmp_path, monkeypatch):
 
 def test_evaluation_compares_with_the_original(tmp_path, monkeypatch):
     source = tiny_file(tmp_path / "talon.safetensors")
-    monkeypatch.setattr(quantize, "read_text", lambda *a: [i * 7 % 128 for i in range(600)])
+    monkeypatch.setattr(quantize, "read_ids", lambda *a: [i * 7 % 128 for i in range(600)])
     out = quantize_checkpoint(source, "int8")
     same = list(quantize.evaluate(source, source))
     assert same[1].endswith("(+0.00%), greedy tokens equal 100.00%")

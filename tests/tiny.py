@@ -40,6 +40,12 @@ def decode(
     return generation
 
 
+def unpack_int4(packed: torch.Tensor, groupsize: int) -> torch.Tensor:
+    """uint8 [out, Ip] steps 0..15 of the packed uint8 [out, Ip/2] of a file."""
+    halves = packed.view(packed.shape[0], -1, groupsize // 2)
+    return torch.cat((halves & 15, halves >> 4), dim=2).view(packed.shape[0], -1)
+
+
 def random_model(seed: int = 0, **changes) -> Transformer:
     """A random LLaMA whose attention matters, with a wide lm_head: greedy choices have margins."""
     fields = {

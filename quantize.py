@@ -33,9 +33,9 @@ from talon.kernels.linear import (
     quantize_int8,
     round_rows,
 )
-from talon.loading import choose_operators, empty_target, fill
+from talon.loading import choose_operators, empty_target, fill, find_tokenizer
 from talon.prompts import DATA
-from talon.tokenizer import load_tokenizer
+from talon.tokenizer import Tokenizer, load_tokenizer
 
 WINDOW = 512  # tokens that calibration and evaluation read at once
 
@@ -53,10 +53,9 @@ MOST_ERROR = 0.0175
 Watch = Callable[[str, nn.Linear, Tensor], None]  # sees a layer's name, the layer and its inputs
 
 
-def read_ids(checkpoint: Checkpoint, name: str) -> list[int]:
+def read_ids(tokenizer: Tokenizer, name: str) -> list[int]:
     """Token ids of a text that ships with the project."""
-    text = (DATA / name).read_text(encoding="utf-8")
-    return load_tokenizer(checkpoint.path.parent).encode(text)
+    return tokenizer.encode((DATA / name).read_text(encoding="utf-8"))
 
 
 def load_output(checkpoint: Checkpoint) -> nn.Module:
@@ -184,11 +183,11 @@ def calibration_ids(checkpoint: Checkpoint) -> Tensor:
     """Token ids of the calibration text, or ids from all over the vocabulary and a notice."""
     config = ModelConfig.from_dict(checkpoint.config)
     size = min(WINDOW, config.max_seq_length)
-    try:
-        return torch.tensor(read_ids(checkpoint, "calibration.txt")[:size])
-    except FileNotFoundError as error:
-        note(f"note: {error}; calibrating with arbitrary token ids instead of text")
-        return torch.arange(size) * 7919 % config.vocab_size
+    tokenizer = find_tokenizer(checkpoint.path.parent, config)
+    if tokenizer is not None:
+        return torch.tensor(read_ids(tokenizer, "calibration.txt")[:size])
+    note(f"note: no tokenizer next to {checkpoint.path}: calibrating with arbitrary ids, not text")
+    return torch.arange(size) * 7919 % config.vocab_size
 
 
 def check_finite(tensor: Tensor, name: str, path: Path) -> Tensor:
@@ -326,7 +325,7 @@ def evaluate(path: Path, against: Path | None) -> Iterator[str]:
             f"{path} has a vocabulary of {sizes[0]} and {original.path} one of {sizes[1]}: "
             "give the file it was made from as --against"
         )
-    ids = read_ids(original, "evaluation.txt")
+    ids = read_ids(load_tokenizer(original.path.parent), "evaluation.txt")
     before, expected = predictions(original, ids)
     yield f"{original.path}: perplexity {before:.3f} on {len(ids)} tokens"
     after, choices = predictions(checkpoint, ids)

@@ -341,9 +341,9 @@ def main() -> int:
     add("--mode", help=" | ".join(LINEARS))
     sharing = f"int4: weights that share a scale and a zero (default: {GROUPSIZE})"
     add("--groupsize", type=int, help=sharing)
-    add("--out", type=Path, help="the file to write; default: its name with _MODE, beside it")
+    add("--out", type=Path, help="the file to write; default: its name with _MODE, next to it")
     add("--evaluate", type=Path, help="print perplexity and greedy agreement of this file instead")
-    add("--against", type=Path, help="the original; default: talon.safetensors beside --evaluate")
+    add("--against", type=Path, help="the original; default: talon.safetensors next to --evaluate")
     arguments = parser.parse_args()
     if arguments.evaluate is not None and (arguments.checkpoint_path or arguments.mode):
         parser.error("--evaluate takes the file itself: leave out --checkpoint_path and --mode")

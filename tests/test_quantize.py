@@ -157,7 +157,7 @@ def test_any_size_any_dtype_and_a_bias(mode, shape, dtype):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_row_does_not_depend_on_the_rows_beside_it(mode):
+def test_a_row_does_not_depend_on_the_rows_next_to_it(mode):
     layer = layer_of(torch.randn(96, 576), mode)
     x = torch.randn(40, 576)
     together = layer(x)
@@ -199,7 +199,7 @@ def test_some_rows_of_a_packed_layer_are_a_packed_layer(mode):
     assert torch.equal(reduced.rows_of(torch.tensor([2]))(x), layer(x)[:, 7:8])
 
 
-def test_smoothing_changes_no_product_but_its_rounding():
+def test_smoothing_changes_nothing_but_the_rounding():
     weight, x = torch.randn(32, 64), torch.randn(6, 64)
     x[:, 7] *= 100
     smoothing, promised = quantize.smooth(weight, x, dynamic=True)

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from model import KVCache, ModelConfig, causal_mask, rope_table
+from model import KVCache, ModelConfig, Place, Transformer, causal_mask, rope_table
 from talon.checkpoint import Checkpoint, TensorSpec, read_checkpoint, write_checkpoint
 from talon.cli import Parser, check_output, note, run
 from talon.kernels.linear import (
@@ -33,7 +33,7 @@ from talon.kernels.linear import (
     quantize_int8,
     round_rows,
 )
-from talon.loading import choose_operators, empty_target, fill, find_tokenizer
+from talon.loading import choose_operators, empty_module, fill, find_tokenizer
 from talon.prompts import DATA
 from talon.tokenizer import Tokenizer, load_tokenizer
 
@@ -60,7 +60,8 @@ def read_ids(tokenizer: Tokenizer, name: str) -> list[int]:
 
 def load_output(checkpoint: Checkpoint) -> nn.Module:
     """lm_head alone, quantised or not, in fp32."""
-    part = nn.Sequential(empty_target(checkpoint).output)
+    config = ModelConfig.from_dict(checkpoint.config)
+    part = nn.Sequential(empty_module(Transformer, config, checkpoint).output)
     if "output.weight" in checkpoint.specs:
         fill(part[0], checkpoint, CPU, torch.float32, "output.")
     else:
@@ -73,8 +74,8 @@ def load_output(checkpoint: Checkpoint) -> nn.Module:
 @torch.inference_mode()
 def run_blocks(checkpoint: Checkpoint, windows: list[Tensor], watch: Watch | None) -> list[Tensor]:
     """States after the final norm [T, C] of each window of token ids, in fp32."""
-    model, size = empty_target(checkpoint), max(map(len, windows))
-    c = model.config
+    c, size = ModelConfig.from_dict(checkpoint.config), max(map(len, windows))
+    model = empty_module(Transformer, c, checkpoint)
     table = rope_table(size, c.head_dim, c.rope_theta, c.rope_scaling)
     kv = KVCache(1, c.n_kv_head, size, c.head_dim, torch.float32).layer(0)
     embedding = checkpoint.tensor(EMBEDDING)
@@ -86,7 +87,7 @@ def run_blocks(checkpoint: Checkpoint, windows: list[Tensor], watch: Watch | Non
         for number, x in enumerate(states):
             slots = torch.arange(len(x))
             mask = causal_mask(torch.zeros(1, dtype=torch.int64), len(x), slots)
-            states[number] = block(x, table[:, : len(x)], slots, mask, kv)
+            states[number] = block(x, Place(table[:, : len(x)], slots, mask), kv)
         block.to("meta")  # its memory is free for the next one
     fill(model.norm, checkpoint, CPU, torch.float32, "norm.")
     return [model.norm(x) for x in states]

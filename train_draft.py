@@ -21,12 +21,18 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from tqdm import tqdm
 
-from eagle_draft import DraftConfig
 from model import ModelConfig, Transformer
 from talon import cli
 from talon.checkpoint import Checkpoint, atomic_file
 from talon.cli import note
-from talon.loading import find_tokenizer, fit_tree, load_head, load_target, pick_device, read_kind
+from talon.loading import (
+    fit_tree,
+    load_head,
+    load_target,
+    open_files,
+    pick_device,
+    read_file,
+)
 from talon.prompts import read_prompts
 from talon.tokenizer import Tokenizer
 from talon.training.batched import answer_greedily
@@ -36,6 +42,7 @@ from talon.training.head import build_head, draft_vocabulary, head_config, read_
 from talon.training.losses import Settings, Teacher
 from talon.training.run import HEAD_FILE, STATE_FILE, Run, plot, rounded, target_mark
 from talon.training.self_talk import Recipe, prepare_data
+from talon.trees import parse_tree
 
 EVALUATION_FILE = "evaluation.json"
 
@@ -212,7 +219,7 @@ def check_run(args: argparse.Namespace, file: Checkpoint, world: int) -> None:
     if args.out == Path():
         raise ValueError("--out is the current directory: give one of its own")
     if args.init is not None:
-        read_kind(args.init, "draft")
+        read_file(args.init, "draft")
     if args.data == "self" and args.regenerate:
         raise ValueError("--regenerate answers the turns of a file: give it as --data FILE")
     if args.data != "self" and not Path(args.data).is_file():
@@ -221,18 +228,18 @@ def check_run(args: argparse.Namespace, file: Checkpoint, world: int) -> None:
 
 def prepare(args: argparse.Namespace, rank: int, world: int, device: torch.device) -> Run:
     """Load, make or read the data, and set up the run."""
-    file = read_kind(args.checkpoint_path, "target")
-    settings = check_args(args, ModelConfig.from_dict(file.config))
-    config = head_config(ModelConfig.from_dict(file.config), settings)
-    check_run(args, file, world)
+    files = open_files(args.checkpoint_path)
+    settings = check_args(args, files.config)
+    config = head_config(files.config, settings)
+    check_run(args, files.target, world)
     args.out.mkdir(parents=True, exist_ok=True)
     dtype = torch.bfloat16 if args.dtype == "bf16" else torch.float32
     start = torch.device("cpu") if args.shard_target else device
-    model = load_target(file, start, dtype, pack_for=device)
+    model = load_target(files, start, dtype, pack_for=device)
     model.requires_grad_(False)
     if args.shard_target:
         model, args.cache_gib = shard(model, device), 0.0
-    tokenizer = find_tokenizer(file.path.parent, ModelConfig.from_dict(file.config))
+    tokenizer = files.tokenizer
     # One process makes what all of them read.
     data = rank == 0 and load_data(args, model, tokenizer)
     if world > 1:
@@ -264,18 +271,17 @@ def evaluate(args: argparse.Namespace, device: torch.device) -> int:
     """Measure the head in --out on questions, for each tree of --trees; writes evaluation.json
     beside it."""
     check_range(args, "new_tokens", *ALLOWED["new_tokens"])
-    file = read_kind(args.checkpoint_path, "target")
-    head_file = read_kind(args.out / HEAD_FILE, "draft")
-    trees = [fit_tree(text, DraftConfig.from_dict(head_file.config)) for text in args.trees]
+    files = open_files(args.checkpoint_path, args.out / HEAD_FILE)
+    trees = [fit_tree(parse_tree(text), files.head_config) for text in args.trees]
     if any(not tree.needs_head or tree.lookup for tree in trees):
         raise ValueError("--trees measures the head: give chains, static and dynamic trees alone")
     if not args.evaluate.is_file():
         raise ValueError(f"{args.evaluate} is no file: give --evaluate a question.jsonl")
-    config = ModelConfig.from_dict(file.config)
-    tokenizer = find_tokenizer(file.path.parent, config)
+    config, tokenizer = files.config, files.tokenizer
     if tokenizer is None:
         raise ValueError(
-            f"no tokenizer lies beside {file.path}: questions are text, copy tokenizer.json there"
+            f"no tokenizer lies next to {args.checkpoint_path}: questions are text, copy "
+            "tokenizer.json there"
         )
     questions = read_prompts(args.evaluate, tokenizer)
     room = config.max_seq_length - max(map(len, questions))
@@ -284,8 +290,8 @@ def evaluate(args: argparse.Namespace, device: torch.device) -> int:
             f"new_tokens {args.new_tokens} do not fit behind the longest question: the context of "
             f"{config.max_seq_length} leaves {max(room, 0)}"
         )
-    model = load_target(file, device, torch.float32)
-    head = load_head(head_file, model, device, torch.float32)
+    model = load_target(files, device, torch.float32)
+    head = load_head(files, model, device, torch.float32)
     texts = answer_greedily(model, questions, args.new_tokens)
     c = head.config
     teacher = Teacher(model, c.family, c.feature_layers, max(len(text.ids) for text in texts), 0)
@@ -302,7 +308,7 @@ def evaluate(args: argparse.Namespace, device: torch.device) -> int:
     report = {
         "questions": args.evaluate.name,
         "new_tokens": args.new_tokens,
-        "head": head_file.source,
+        "head": files.head.source,
         "answer_tokens": sum(len(text.answer) for text in texts),
         "not_the_choice_again": differing,
         "trees": results,

@@ -24,7 +24,7 @@ from tokenizers import Tokenizer as JsonTokenizer
 
 from convert_hf_checkpoint import convert
 from generate import main
-from talon import decoder as engine_module
+from talon import decoder as decoder_module
 from talon import text as text_module
 from talon.checkpoint import TensorSpec, read_checkpoint, write_checkpoint
 from talon.cli import run
@@ -32,7 +32,7 @@ from talon.decoder import Decoder
 from talon.loading import fit_tree
 from talon.text import Engine, load
 from talon.tokenizer import load_tokenizer
-from talon.trees import NO_TREE
+from talon.trees import NO_TREE, parse_tree
 
 ROOT = Path(__file__).resolve().parent.parent
 BOS, START, END, STOP = SPECIAL = ("<|bos|>", "<|start|>", "<|end|>", "<|stop|>")
@@ -184,7 +184,7 @@ def speaker(
     """An engine that repeats `text` (distinct bytes); its head is right except after `wrong`."""
     model = table_model(cycle_of(say(text)), max_seq_length=LIMIT)
     head = table_head(model, wrong) if tree else None
-    shape = fit_tree(tree, head.config) if tree else NO_TREE
+    shape = fit_tree(parse_tree(tree), head.config) if tree else NO_TREE
     return Engine(Decoder(model, LIMIT, head, shape, compile=False), tokenizer, eos, {})
 
 
@@ -563,7 +563,7 @@ def test_filters_hold_with_a_head(tokenizer, tree):
     log_probs[:, 10:15] = table
     model = table_model(log_probs, max_seq_length=LIMIT)
     head = table_head(model) if tree else None
-    shape = fit_tree(tree, head.config) if tree else NO_TREE
+    shape = fit_tree(parse_tree(tree), head.config) if tree else NO_TREE
     engine = Engine(Decoder(model, LIMIT, head, shape, compile=False), tokenizer, (2,), {})
     for options, allowed in (
         ({"top_k": 2}, {10, 11}),
@@ -869,13 +869,13 @@ def test_highlight_colours_what_the_draft_guessed_and_changes_no_character(cli, 
 
 def test_a_failed_check_is_reported_and_ends_with_code_1(cli, tmp_path, monkeypatch):
     target, head = write_speaker(tmp_path, b"abcdefgh")
-    honest = engine_module.verify
+    honest = decoder_module.verify
 
-    def corrupt(model, cache, table, nodes, *rest):
-        choice, *others = honest(model, cache, table, nodes, *rest)
-        return ((choice + (nodes[0].shape[0] > 1)) % VOCAB, *others)
+    def corrupt(target, nodes, *rest):
+        verdict = honest(target, nodes, *rest)
+        return verdict._replace(tokens=(verdict.tokens + (len(nodes.tokens) > 1)) % VOCAB)
 
-    monkeypatch.setattr(engine_module, "verify", corrupt)
+    monkeypatch.setattr(decoder_module, "verify", corrupt)
     argv = (
         "--prompt",
         "x",
@@ -897,15 +897,15 @@ def test_a_failed_check_is_reported_and_ends_with_code_1(cli, tmp_path, monkeypa
 
 def test_a_check_sees_a_text_that_only_ends_too_early(cli, tmp_path, monkeypatch):
     target, head = write_speaker(tmp_path, b"abcdefgh")
-    real = engine_module.Generation.take
+    real = decoder_module.Generation.take
 
-    def hasty(self, found):
-        kept = real(self, found)
+    def hasty(self, token):
+        real(self, token)
         if self.decoder.tree.nodes > 1 and len(self.tokens) >= 4:
-            self.stop_reason = "length"
-        return kept
+            self.end("length")
+        return token
 
-    monkeypatch.setattr(engine_module.Generation, "take", hasty)
+    monkeypatch.setattr(decoder_module.Generation, "take", hasty)
     argv = (
         "--prompt",
         "x",
@@ -968,7 +968,7 @@ def test_a_turn_equals_a_fresh_run_with_the_same_history(
     texts = []
     for line, sample in zip(lines, samples, strict=True):
         history.append({"role": "user", "content": line})
-        plain.decoder.cached = []
+        plain.decoder.forget()
         text = plain.generate(history, max_new_tokens=9, temperature=temperature, seed=4)
         texts.append("".join(text))
         assert sample["tokens"] == text.tokens and sample["text"] == texts[-1]

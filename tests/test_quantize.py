@@ -23,7 +23,7 @@ from talon.kernels.linear import (
     swap_linears,
     unpacked,
 )
-from talon.loading import choose_operators, load_target
+from talon.loading import choose_operators, load_target, open_files
 
 ROOT = Path(__file__).resolve().parent.parent
 CPU = torch.device("cpu")
@@ -228,7 +228,7 @@ def tiny_file(path, **changes):
 
 
 def load(path):
-    return load_target(read_checkpoint(path), CPU, torch.float32)
+    return load_target(open_files(path), CPU, torch.float32)
 
 
 def states(path):

@@ -18,12 +18,12 @@ from torch import nn
 
 import train_draft
 from eagle_draft import DraftHead
-from model import Attention, KVCache, ModelConfig, Transformer, causal_mask, rope_table
+from model import Attention, KVCache, ModelConfig, Place, Transformer, causal_mask, rope_table
 from quantize import quantize_checkpoint
 from talon.checkpoint import TensorSpec, read_checkpoint, write_checkpoint
 from talon.decoder import Decoder, Generation
 from talon.kernels.linear import Int8Linear
-from talon.loading import load_head, load_target, read_kind
+from talon.loading import load_head, load_target, open_files
 from talon.sampling import SamplingConfig
 from talon.tokenizer import load_tokenizer
 from talon.training.conversations import Conversation, read_conversations, tokenise
@@ -171,9 +171,7 @@ def test_unrolled_levels_give_the_logits_that_decoding_gives(family: str) -> Non
             hidden = head(
                 ids[1 : entry + 2],
                 fused[: entry + 1],
-                table[:, rows],
-                rows,
-                causal_mask(start, entry + 1, slots),
+                Place(table[:, rows], rows, causal_mask(start, entry + 1, slots)),
                 kv.layer(0),
             )[-1:]
             torch.testing.assert_close(
@@ -181,9 +179,8 @@ def test_unrolled_levels_give_the_logits_that_decoding_gives(family: str) -> Non
             )
             for level in (1, 2):
                 at = torch.tensor([entry + level])
-                hidden = head(
-                    ids[at + 1], hidden, table[:, at], at, slots[None] <= at[:, None], kv.layer(0)
-                )
+                place = Place(table[:, at], at, slots[None] <= at[:, None])
+                hidden = head(ids[at + 1], hidden, place, kv.layer(0))
                 torch.testing.assert_close(
                     head.logits(hidden)[0], trained[level][entry], atol=1e-4, rtol=1e-4
                 )
@@ -191,9 +188,7 @@ def test_unrolled_levels_give_the_logits_that_decoding_gives(family: str) -> Non
 
 def plain_attention(head: DraftHead) -> Attention:
     c, old = head.config, head.layer.attention
-    new = Attention(
-        old.wqkv.in_features, c.dim, c.n_head, c.n_kv_head, c.head_dim, c.qkv_bias, c.o_bias
-    )
+    new = Attention(c, old.wqkv.in_features)
     new.load_state_dict(old.state_dict())
     return new
 
@@ -209,7 +204,7 @@ def test_the_teacher_reads_what_decoding_reads(family: str) -> None:
     mask = causal_mask(torch.zeros(1, dtype=torch.int64), n, torch.arange(n))
     for i, layer in enumerate(model.layers):
         streams.append(x)
-        x = layer(x, table, torch.arange(n), mask, kv.layer(i))
+        x = layer(x, Place(table, torch.arange(n), mask), kv.layer(i))
     final = model.norm(x)
     wanted = [final] if family == "eagle1" else [streams[2], streams[3], streams[4]]
     for mine, right in zip(batch.features, wanted, strict=True):
@@ -290,14 +285,15 @@ def test_data_training_and_decoding_end_to_end(target: Path, tmp_path: Path, fam
     rows = [json.loads(line) for line in (tmp_path / "self.jsonl").read_text().splitlines()]
     assert sum(end - start for row in rows for start, end in row["spans"]) >= 600
     assert len({tuple(row["ids"]) for row in rows}) == len(rows)
-    model = load_target(read_kind(target, "target"), torch.device("cpu"), torch.float32)
-    head = load_head(read_kind(path, "draft"), model, torch.device("cpu"), torch.float32)
+    files = open_files(target, path)
+    model = load_target(files, torch.device("cpu"), torch.float32)
+    head = load_head(files, model, torch.device("cpu"), torch.float32)
     prompt = rows[0]["ids"][: rows[0]["spans"][0][0]]
     texts = []
     for arguments in ((), (head, chain(3)), (head, dynamic_tree(nodes=9, levels=3, top_k=3))):
         decoder = Decoder(model, 200, *arguments, compile=False)
         generation = Generation(decoder, prompt, SamplingConfig(), 40)
-        texts.append([token for part in generation for token in part])
+        texts.append([token for token, _ in generation])
     assert texts[0] == texts[1] == texts[2]
 
 
@@ -309,8 +305,9 @@ def test_a_quantised_target_trains_a_head(target: Path, tmp_path: Path, family: 
         shutil.copy(path, tmp_path)
     made = ["--answer_tokens", 300, "--data_batch", 4, "--epochs", 1]
     path = train(quantised, "self", tmp_path / "out", *made, family=family)
-    model = load_target(read_kind(quantised, "target"), torch.device("cpu"), torch.float32)
-    head = load_head(read_kind(path, "draft"), model, torch.device("cpu"), torch.float32)
+    files = open_files(quantised, path)
+    model = load_target(files, torch.device("cpu"), torch.float32)
+    head = load_head(files, model, torch.device("cpu"), torch.float32)
     assert isinstance(head.output, nn.Linear if family == "eagle3" else Int8Linear)
 
 
@@ -326,8 +323,9 @@ def test_the_file_written_has_the_trainers_logits(
         family == "eagle3",
         False,
     )
-    model = load_target(read_kind(target, "target"), torch.device("cpu"), torch.float32)
-    head = load_head(read_kind(path, "draft"), model, torch.device("cpu"), torch.float32)
+    files = open_files(target, path)
+    model = load_target(files, torch.device("cpu"), torch.float32)
+    head = load_head(files, model, torch.device("cpu"), torch.float32)
     state = torch.load(tmp_path / "run" / train_draft.STATE_FILE, weights_only=True)
     assert state["step"] > 0 and not torch.equal(
         state["head"]["fc.parametrizations.weight.original"], head.fc.weight
@@ -439,8 +437,9 @@ def test_acceptance_is_what_decoding_reaches(
     assert train_draft.main([str(x) for x in command]) == 0
     report = json.loads((tmp_path / "evaluation.json").read_text())
     assert report["not_the_choice_again"] == 0
-    model = load_target(read_kind(target, "target"), torch.device("cpu"), torch.float32)
-    head = load_head(read_kind(path, "draft"), model, torch.device("cpu"), torch.float32)
+    files = open_files(target, path)
+    model = load_target(files, torch.device("cpu"), torch.float32)
+    head = load_head(files, model, torch.device("cpu"), torch.float32)
     tokenizer = load_tokenizer(target.parent)
     for result, tree in zip(report["trees"], (chain(3), dynamic_tree(8, 3, 3)), strict=True):
         rounds = emitted = 0

@@ -5,7 +5,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from model import KVCache, Transformer, TransformerBlock, rope_table, rotate
-from talon.sampling import SamplingState, perturb
+from talon.sampling import Filtered
 from talon.training.evaluation import Text
 
 SAMPLING_POOL = 64  # sampled tokens come from this many best ones
@@ -47,9 +47,8 @@ class BatchedDecoder:
         self.cache = KVCache(c.n_layer, batch * c.n_kv_head, rows, c.head_dim, weight.dtype)
         self.cache.to(self.device)
         self.table = rope_table(rows, c.head_dim, c.rope_theta, c.rope_scaling).to(self.device)
-        self.sampling = SamplingState(self.device)
-        self.sampling.seed.fill_(seed)
-        self.sampling.top_k.fill_(SAMPLING_POOL)
+        self.seed = torch.tensor([seed], device=self.device)
+        self.top_k = torch.tensor([SAMPLING_POOL], device=self.device)
         self.slots = torch.arange(rows, device=self.device)
         self.tokens = torch.arange(c.vocab_size, device=self.device)
 
@@ -71,12 +70,11 @@ class BatchedDecoder:
         sampled = [item for item in wanted if item[1] > 0]
         if sampled:
             rows, temperatures, top_ps, counters = zip(*sampled, strict=True)
-            self.sampling.temperature = torch.tensor(temperatures, device=self.device)[:, None]
-            self.sampling.top_p = torch.tensor(top_ps, device=self.device)[:, None]
-            values, columns = perturb(
-                logits[list(rows)], torch.tensor(counters, device=self.device), self.tokens,
-                self.sampling, "filter", SAMPLING_POOL,
-            )  # fmt: skip
+            temperature = torch.tensor(temperatures, device=self.device)[:, None]
+            top_p = torch.tensor(top_ps, device=self.device)[:, None]
+            pick = Filtered(temperature, self.seed, self.top_k, top_p)
+            positions = torch.tensor(counters, device=self.device)
+            values, columns = pick.values(logits[list(rows)], positions, self.tokens, SAMPLING_POOL)
             best = columns.gather(1, values.argmax(1, keepdim=True))[:, 0].tolist()
             result |= dict(zip(rows, best, strict=True))
         return [result[row] for row, *_ in wanted]

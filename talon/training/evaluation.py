@@ -14,10 +14,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from eagle_draft import DraftHead
+from eagle_draft import DraftHead, Entries
+from model import At
 from talon.decoder import RoundStats
 from talon.drafters import EagleDrafter
-from talon.sampling import SamplingState
+from talon.sampling import Greedy
 from talon.trees import Tree
 
 
@@ -47,22 +48,24 @@ def replay(head: DraftHead, tree: Tree, text: Text) -> RoundStats:
     )
     *captured, final = text.features.split(head.config.target_dim, dim=-1)
     features = captured if head.config.family == "eagle3" else [final]
-    slots, sampling = drafter.all_rows, SamplingState(device)
+    slots, pick = torch.arange(drafter.stage.cache.rows, device=device), Greedy()
 
     def learn(start: int, count: int) -> None:
         rows = torch.arange(start, start + count, device=device)
-        drafter.learn(
-            features, rows, known[rows + 1], rows[:1], rows.new_tensor([count - 1]), slots
-        )
+        last = rows.new_tensor([count - 1])
+        entries = Entries(features, rows, known[rows + 1], rows[:1], last)
+        drafter.learn(entries, At(rows[:1], slots))
 
     learn(0, length)
     while length < len(ids) - 1:
-        root, at = known[length : length + 1], torch.tensor([length], device=device)
-        tokens, _, ancestors = drafter.propose(root, at, slots, sampling, "greedy")
+        at = At(torch.tensor([length], device=device), slots)
+        tokens, _, ancestors = drafter.propose(known[length : length + 1], at, pick)
         right = tokens == known[length + ancestors.sum(1) - 1]
         count = int((~(ancestors & ~right).any(1)).sum())
         emitted = min(count, len(ids) - 1 - length)
-        stats.count(emitted)
+        stats.rounds += 1
+        for index in range(emitted):
+            stats.count(index)
         learn(length, emitted)
         length += emitted
     return stats

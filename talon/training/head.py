@@ -16,7 +16,7 @@ from eagle_draft import DraftConfig, DraftHead, default_feature_layers
 from model import ModelConfig, Transformer
 from talon.checkpoint import TensorSpec, write_checkpoint
 from talon.kernels.linear import unpacked
-from talon.loading import fit_head, read_kind, rows_of
+from talon.loading import fit_head, read_file, rows_of
 from talon.training.conversations import Conversation
 from talon.training.losses import Settings, UnrolledAttention
 
@@ -63,10 +63,8 @@ def build_head(
     adds little."""
     generator = torch.Generator().manual_seed(settings.seed)
     head = DraftHead(config)
-    c, old, device = config, head.layer.attention, model.norm.weight.device
-    head.layer.attention = UnrolledAttention(
-        old.wqkv.in_features, c.dim, c.n_head, c.n_kv_head, c.head_dim, c.qkv_bias, c.o_bias
-    )
+    c, device = config, model.norm.weight.device
+    head.layer.attention = UnrolledAttention(config, head.layer.attention.wqkv.in_features)
     with torch.no_grad():
         for parameter in head.parameters():
             if parameter.dim() > 1:
@@ -128,8 +126,8 @@ def write_head(
 def read_head(path: Path, model: Transformer, settings: Settings, ids: Tensor | None) -> DraftHead:
     """A head to go on from. Its draft vocabulary stays, unless it borrows its output and another
     one is asked for."""
-    file = read_kind(path, "draft")
-    config = fit_head(file, model.config)
+    file, config = read_file(path, "draft")
+    config = fit_head(path, config, model.config)
     if config.family != settings.head:
         raise ValueError(
             f"{path} is an {config.family} head, not {settings.head}: give --head {config.family}"

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from eagle_draft import DraftHead
-from model import Attention, KVCache, Transformer, causal_mask, rope_table, rotate
+from model import Attention, KVCache, Place, Transformer, causal_mask, rope_table, rotate
 from talon.training.conversations import Conversation
 
 
@@ -53,8 +53,9 @@ class UnrolledAttention(Attention):
     this call appends its own.
     """
 
-    def forward(self, x: Tensor, rope: Tensor, slots: Tensor, mask: Tensor, kv: list) -> Tensor:
-        """x: [B * T, in_dim]; rope: [2, B * T, D]; slots: unused; mask: bool [T, T], causal."""
+    def forward(self, x: Tensor, place: Place, kv: list) -> Tensor:
+        """x: [B * T, in_dim]; place: rope [2, B * T, D], no slots, and mask bool [T, T], causal."""
+        rope, _, mask = place
         length = mask.shape[0]
         heads, groups, size = self.n_head, self.n_kv_head, self.head_dim
         q, k, v = self.wqkv(x).view(-1, heads + 2 * groups, size).split((heads, groups, groups), 1)
@@ -144,7 +145,7 @@ class Unrolled(nn.Module):
         for level in range(levels):
             rope = self.table[:, level : level + length].repeat(1, count, 1)
             tokens = ahead(batch.ids, level + 1).flatten()
-            hidden = self.head(tokens, hidden, rope, None, mask, memory)
+            hidden = self.head(tokens, hidden, Place(rope, None, mask), memory)
             yield hidden
 
     def forward(
@@ -226,9 +227,12 @@ class Teacher:
         rows, model = len(ids), self.model
         slots = self.slots[:rows]
         mask = causal_mask(self.start, rows, slots)
-        x = model.tok_embeddings(torch.tensor(ids, device=slots.device))
-        x, captured = model(x, self.table[:, :rows], slots, mask, self.kv, self.layers)
-        final = model.norm(x)
+        tokens, place = (
+            torch.tensor(ids, device=slots.device),
+            Place(self.table[:, :rows], slots, mask),
+        )
+        final, features = model(tokens, place, self.kv, self.layers)
+        captured = features if self.layers else []
         return torch.cat((*captured, final), dim=-1), model.output(final).max(-1).indices
 
     def __call__(self, number: int, ids: list[int]) -> tuple[Tensor, Tensor]:

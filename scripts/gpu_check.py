@@ -34,8 +34,8 @@ from model import ModelConfig, Transformer
 from talon.checkpoint import atomic_file
 from talon.cli import DEMO, Parser, note, run
 from talon.decoder import Decoder, Generation
-from talon.kernels.linear import LINEARS, pack, quantize_int4, quantize_int8, swap_linears
-from talon.loading import device_name, pick_device, pick_dtype
+from talon.kernels.linear import LINEARS, quantize_int4, quantize_int8, swap_linears
+from talon.loading import choose_operators, device_name, pick_device, pick_dtype
 from talon.measuring.roofline import bound, linear_parameters, machine_rates, mode_rate
 from talon.records import bytes_per_round, project_commit
 from talon.sampling import SamplingConfig
@@ -132,7 +132,7 @@ def shaped_target(
         module = model.get_submodule(name)
         state = {part: tensor.clone() for part, tensor in made[key].items()}
         module.load_state_dict(state, assign=True)
-        pack(module, device, dtype)
+        choose_operators(module, device, dtype)
     embedding = torch.zeros(config.vocab_size, config.dim, dtype=dtype, device=device)
     tokens = torch.arange(config.vocab_size, device=device)
     embedding[tokens, tokens % config.dim] = 8.0
@@ -247,7 +247,7 @@ def make_linear(
             {"mode": mode, "groupsize": GROUPSIZE if mode == "int4" else None, "layers": layers},
         )
         wrapped[0].load_state_dict(quantized(weight, mode), assign=True)
-        pack(wrapped, device, dtype)
+        choose_operators(wrapped, device, dtype)
     return wrapped[0].requires_grad_(False)
 
 

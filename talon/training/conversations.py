@@ -1,10 +1,17 @@
-"""."""
+"""Conversations to train a draft head on, as ids with the spans of their answers, read from a file.
+
+A line is one conversation: {"ids": [...], "spans": [[start, end], ...]}, as self_talk.py writes
+them, or text as {"messages": [...]} or {"conversations": [...]} (ShareGPT), which the target's chat
+template turns into ids. Lines that cannot be used are counted by reason. Leaves out: making
+conversations (self_talk.py), tools, several answers a turn.
+"""
 
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
 from model import ModelConfig
+from talon.cli import note
 from talon.prompts import read_lines
 from talon.tokenizer import Tokenizer, is_text
 
@@ -26,7 +33,76 @@ class Conversation:
         return sum(end - start for start, end in self.spans)
 
 
-# --- conversations from a file --------------------------------------------------------------------
+def read_conversations(
+    path: Path, tokenizer: Tokenizer | None, config: ModelConfig, limit: int
+) -> list[Conversation]:
+    """What a file holds to train on; lines without are counted on standard error by reason."""
+    found, skipped = [], Counter()
+    lines = read_lines(path)
+    for line in lines:
+        row = read_conversation(line, tokenizer, config.eos_ids)
+        if isinstance(row, Conversation):
+            row = fault_of(row, config.vocab_size, limit) or row
+        if isinstance(row, str):
+            skipped[row] += 1
+        else:
+            found.append(row)
+    for reason, count in skipped.items():
+        note(f"skipped {count} of {len(lines)} conversations: {reason}")
+    if not found:
+        raise ValueError(
+            f"{path} holds no conversation to train on: each needs an answer and at most {limit} "
+            "tokens"
+        )
+    return found
+
+
+def read_conversation(
+    line: dict, tokenizer: Tokenizer | None, stop_ids: tuple[int, ...]
+) -> Conversation | str:
+    """One line of a data file, ours or another's, or why it cannot be used."""
+    if "ids" in line:
+        ids, spans = line["ids"], line.get("spans")
+        if not is_whole_numbers(ids):
+            return "ids that are no list of whole numbers"
+        if not (
+            isinstance(spans, list) and all(is_whole_numbers(s) and len(s) == 2 for s in spans)
+        ):
+            return "spans that are no list of [start, end]"
+        return Conversation(ids, [(start, end) for start, end in spans])
+    messages = read_messages(line)
+    if isinstance(messages, str):
+        return messages
+    if tokenizer is None:
+        raise ValueError(
+            "the data is text, but no tokenizer lies next to the checkpoint: copy tokenizer.json "
+            "there"
+        )
+    return tokenise(messages, tokenizer, stop_ids)
+
+
+def is_whole_numbers(values: object) -> bool:
+    return isinstance(values, list) and all(type(value) is int for value in values)
+
+
+def read_messages(line: dict) -> list[dict] | str:
+    """The messages of a line in one form, or why it cannot be used."""
+    turns = line.get("messages", line.get("conversations"))
+    if not isinstance(turns, list):
+        return "neither messages nor conversations"
+    messages = []
+    for turn in turns:
+        role = turn.get("role", turn.get("from")) if isinstance(turn, dict) else None
+        content = turn.get("content", turn.get("value")) if isinstance(turn, dict) else None
+        if not isinstance(role, str) or role not in ROLES or not isinstance(content, str):
+            return "unknown role"
+        if not is_text(content):
+            return "half of a surrogate pair"
+        messages.append({"role": ROLES[role], "content": content})
+    # ShareGPT has some that begin in the middle.
+    while messages and messages[0]["role"] == "assistant":
+        messages.pop(0)
+    return messages
 
 
 def tokenise(
@@ -62,71 +138,8 @@ def tokenise(
     return Conversation(ids, spans) if spans else "no answer"
 
 
-def messages_of(row: dict) -> list[dict] | str:
-    """The messages of a line in one form, or why it cannot be used."""
-    turns = row.get("messages", row.get("conversations"))
-    if not isinstance(turns, list):
-        return "neither messages nor conversations"
-    messages = []
-    for turn in turns:
-        role = turn.get("role", turn.get("from")) if isinstance(turn, dict) else None
-        content = turn.get("content", turn.get("value")) if isinstance(turn, dict) else None
-        if not isinstance(role, str) or role not in ROLES or not isinstance(content, str):
-            return "unknown role"
-        if not is_text(content):
-            return "half of a surrogate pair"
-        messages.append({"role": ROLES[role], "content": content})
-    while (
-        messages and messages[0]["role"] == "assistant"
-    ):  # ShareGPT has some that begin in the middle
-        messages.pop(0)
-    return messages
-
-
-def conversation_of(
-    row: dict, tokenizer: Tokenizer | None, stop_ids: tuple[int, ...]
-) -> Conversation | str:
-    """One line of a data file, ours or another's, or why it cannot be used."""
-    if "ids" in row:
-        ids, spans = row["ids"], row.get("spans")
-        if not whole_numbers(ids):
-            return "ids that are no list of whole numbers"
-        if not (isinstance(spans, list) and all(whole_numbers(s) and len(s) == 2 for s in spans)):
-            return "spans that are no list of [start, end]"
-        return Conversation(ids, [(start, end) for start, end in spans])
-    messages = messages_of(row)
-    if isinstance(messages, str):
-        return messages
-    if tokenizer is None:
-        raise ValueError(
-            "the data is text, but no tokenizer lies beside the checkpoint: "
-            "copy tokenizer.json there"
-        )
-    return tokenise(messages, tokenizer, stop_ids)
-
-
-def whole_numbers(values: object) -> bool:
-    return isinstance(values, list) and all(type(value) is int for value in values)
-
-
-def read_conversations(
-    path: Path, tokenizer: Tokenizer | None, config: ModelConfig, limit: int
-) -> tuple[list[Conversation], Counter]:
-    """What can be trained on, and a count of the reasons for what cannot."""
-    kept, skipped = [], Counter()
-    for row in read_lines(path):
-        found = conversation_of(row, tokenizer, config.eos_ids)
-        if isinstance(found, Conversation):
-            found = unusable(found, config.vocab_size, limit) or found
-        if isinstance(found, str):
-            skipped[found] += 1
-        else:
-            kept.append(found)
-    return kept, skipped
-
-
-def unusable(row: Conversation, vocab_size: int, limit: int) -> str | None:
-    """Why a conversation cannot be trained on, if so. The first token that can be guessed is the
+def fault_of(row: Conversation, vocab_size: int, limit: int) -> str | None:
+    """Why a conversation cannot be trained on, if so. The first id that can be guessed is the
     third."""
     if len(row.ids) > limit:
         return f"longer than {limit} tokens"

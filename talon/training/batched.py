@@ -84,12 +84,9 @@ class BatchedDecoder:
                 slot.ids.append(slot.queue.popleft())
         last = [(slot.ids[-1], len(slot.ids) - 1) if slot else (0, 0) for slot in slots]
         logits = self.forward(*zip(*last, strict=True))
-        wanted = [
-            (row, *slot.sampling, slot.number * len(self.slots) + len(slot.ids))
-            for row, slot in enumerate(slots)
-            if slot and not slot.queue
-        ]
-        return self.choose(logits, wanted)
+        free = [row for row, slot in enumerate(slots) if slot and not slot.queue]
+        chosen = self.choose(logits, {row: slots[row] for row in free}).tolist()
+        return [(row, chosen[row]) for row in free]
 
     @torch.inference_mode()
     def forward(self, tokens: list[int], positions: list[int]) -> Tensor:
@@ -102,22 +99,18 @@ class BatchedDecoder:
         return self.model.output(self.model.norm(x))
 
     @torch.inference_mode()
-    def choose(
-        self, logits: Tensor, wanted: list[tuple[int, float, float, int]]
-    ) -> list[tuple[int, int]]:
-        """(row, token) for each (row, temperature, top_p, noise counter); temperature 0 is
-        greedy."""
-        chosen = logits.max(dim=1).indices.tolist()
-        result = {row: chosen[row] for row, *_ in wanted}
-        sampled = [item for item in wanted if item[1] > 0]
-        if sampled:
-            rows, temperatures, top_ps, counters = zip(*sampled, strict=True)
-            self.sampling.temperature = torch.tensor(temperatures, device=self.device)[:, None]
-            self.sampling.top_p = torch.tensor(top_ps, device=self.device)[:, None]
+    def choose(self, logits: Tensor, slots: dict[int, Slot]) -> Tensor:
+        """int64 [B]: the best token of every row, or a sampled one where its slot says so."""
+        chosen = logits.max(dim=1).indices
+        rows = [row for row, slot in slots.items() if slot.sampling[0] > 0]
+        if rows:
+            sampling = torch.tensor([slots[row].sampling for row in rows], device=self.device)
+            length = len(self.slots)
+            counters = [slots[row].number * length + len(slots[row].ids) for row in rows]
+            self.sampling.temperature, self.sampling.top_p = sampling.split(1, dim=1)
             values, columns = perturb(
-                logits[list(rows)], torch.tensor(counters, device=self.device), self.tokens,
+                logits[rows], torch.tensor(counters, device=self.device), self.tokens,
                 self.sampling, "filter", SAMPLING_POOL,
             )  # fmt: skip
-            best = columns.gather(1, values.argmax(1, keepdim=True))[:, 0].tolist()
-            result |= dict(zip(rows, best, strict=True))
-        return list(result.items())
+            chosen[rows] = columns.gather(1, values.argmax(1, keepdim=True))[:, 0]
+        return chosen

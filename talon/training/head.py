@@ -94,26 +94,22 @@ def borrow(head: DraftHead, model: Transformer) -> Tensor:
     return shared.weight.detach()
 
 
-def own_state(head: DraftHead) -> dict[str, Tensor]:
-    """The head's own tensors, the scale folded into fc, without what it borrows."""
-    state = {n: value for n, value in head.state_dict().items() if "parametrizations" not in n}
-    state["fc.weight"] = head.fc.weight
-    if not head.config.own_embedding:
-        del state["tok_embeddings.weight"]
-    if not head.config.own_output:
-        del state["output.weight"]
-    if head.config.draft_vocab_size == head.config.vocab_size:
-        del state["d2t"]
-    return {name: value.detach().cpu().contiguous() for name, value in state.items()}
-
-
 def write_head(path: Path, head: DraftHead, source: dict) -> None:
-    """The head as generate.py loads it, in fp32."""
-    state = own_state(head)
+    """The head as generate.py loads it: its own tensors in fp32, the scale folded into fc."""
+    c = head.config
+    borrowed = {
+        "tok_embeddings.weight": not c.own_embedding,
+        "output.weight": not c.own_output,
+        "d2t": c.draft_vocab_size == c.vocab_size,
+    }
+    state = {
+        name: value.detach().cpu().contiguous()
+        for name, value in (head.state_dict() | {"fc.weight": head.fc.weight}).items()
+        if "parametrizations" not in name and not borrowed.get(name)
+    }
     specs = {name: TensorSpec(value.dtype, tuple(value.shape)) for name, value in state.items()}
-    config = asdict(head.config)
     write_checkpoint(
-        path, kind="draft", config=config, specs=specs, tensors=state.items(), source=source
+        path, kind="draft", config=asdict(c), specs=specs, tensors=state.items(), source=source
     )
 
 

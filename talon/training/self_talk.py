@@ -50,30 +50,21 @@ class TalkConfig:
     def longest_answer(self) -> int:
         return min(192, self.length // 2)
 
+    @property
+    def longest_prompt(self) -> int:
+        return self.length - self.longest_answer
 
-class PromptBank:
-    """User turns to sample from: openers that the model completes, and templates with things to
-    fill in.
 
-    `fill` maps a field's name to its values; "{item2}" takes a second value of `item`. "{passage}"
-    is a piece of an answer that the model gave before.
-    """
+def fill_template(bank: dict, rng: random.Random, passages: list[str]) -> str:
+    """A prompt of the bank with its fields drawn at random: "{item2}" is a second value of `item`,
+    "{passage}" a piece of an answer that the model gave before."""
 
-    def __init__(self, path: Path) -> None:
-        bank = json.loads(path.read_text(encoding="utf-8"))
-        self.openers: list[str] = bank["openers"]
-        self.templates: list[str] = bank["templates"]
-        self.fill: dict[str, list[str]] = bank["fill"]
+    def draw(match: re.Match) -> str:
+        if match[1] == "passage":
+            return rng.choice(passages or bank["fill"]["facts"])
+        return rng.choice(bank["fill"][match[1]])
 
-    def filled(self, rng: random.Random, passages: list[str]) -> str:
-        """One template with its fields drawn at random."""
-
-        def draw(match: re.Match) -> str:
-            if match[1] == "passage":
-                return rng.choice(passages) if passages else rng.choice(self.fill["facts"])
-            return rng.choice(self.fill[match[1]])
-
-        return FIELD.sub(draw, rng.choice(self.templates))
+    return FIELD.sub(draw, rng.choice(bank["templates"]))
 
 
 def loops(slot: Slot) -> bool:
@@ -94,7 +85,7 @@ class SelfTalk:
         given: list[list[int]] | None = None,
     ) -> None:
         self.tokenizer, self.config, self.given = tokenizer, config, given
-        self.bank = PromptBank(BANK)
+        self.bank = json.loads(BANK.read_text(encoding="utf-8"))
         self.decoder = BatchedDecoder(model, config.batch, config.length, config.seed)
         self.stop_ids = set(model.config.eos_ids)
         marker = "\x00"
@@ -130,22 +121,18 @@ class SelfTalk:
         if ids is not None:
             self.prompts.add(tuple(ids))
             return Slot(number, deque(ids), temperature, start=len(ids))
-        opener = rng.choice(self.bank.openers) if share < FILLED_SHARE + OPENED_SHARE else ""
+        opener = rng.choice(self.bank["openers"]) if share < FILLED_SHARE + OPENED_SHARE else ""
         ids = self.before + self.tokenizer.encode(opener, add_bos=False)
         return Slot(number, deque(ids), temperature, turn=len(self.before))
 
     def new_prompt(self, rng: random.Random) -> list[int] | None:
         """One filled from the bank that was not there before; None if 20 tries find none."""
         for _ in range(20):
-            text = self.bank.filled(rng, self.passages)
+            text = fill_template(self.bank, rng, self.passages)
             ids = self.tokenizer.encode_chat([{"role": "user", "content": text}])
-            if tuple(ids) not in self.prompts and self.leaves_room(ids):
+            if tuple(ids) not in self.prompts and len(ids) <= self.config.longest_prompt:
                 return ids
         return None
-
-    def leaves_room(self, ids: list[int]) -> bool:
-        """Does the longest answer fit after these ids?"""
-        return len(ids) <= self.config.length - self.config.longest_answer
 
     def advance(self, slot: Slot, token: int) -> dict | None:
         """Take the model's choice. Returns the finished conversation, {} if it is to be dropped,
@@ -171,7 +158,7 @@ class SelfTalk:
         prompt = slot.ids + self.after
         if token not in self.stop_ids:
             slot.ids.append(token)
-            room = self.config.length - self.config.longest_answer - slot.turn - len(self.after)
+            room = self.config.longest_prompt - slot.turn - len(self.after)
             return {} if length >= min(USER_LIMIT, room) else None
         degenerate = length < 3 or len(set(slot.ids[slot.turn :])) < 0.4 * length
         if degenerate or tuple(prompt) in self.prompts:
@@ -247,7 +234,7 @@ def read_first_turns(path: Path, tokenizer: Tokenizer, config: TalkConfig) -> li
         roles = [] if isinstance(messages, str) else [m["role"] for m in messages]
         if "user" in roles:
             prompts.append(tokenizer.encode_chat(messages[: roles.index("user") + 1]))
-    prompts = [ids for ids in prompts if len(ids) <= config.length - config.longest_answer]
+    prompts = [ids for ids in prompts if len(ids) <= config.longest_prompt]
     if not prompts:
         raise ValueError(
             f"{path} holds no user turn that fits: give conversations with a role user or human"

@@ -26,7 +26,7 @@ from talon import cli
 from talon.checkpoint import Checkpoint, atomic_file
 from talon.cli import note
 from talon.loading import find_tokenizer, fit_tree, load_head, load_target, pick_device, read_kind
-from talon.prompts import encode_question, read_questions
+from talon.prompts import read_prompts
 from talon.tokenizer import Tokenizer
 from talon.training.conversations import Conversation, read_conversations
 from talon.training.evaluation import measure_acceptance
@@ -290,10 +290,7 @@ def evaluate(args: argparse.Namespace) -> int:
         raise ValueError(
             f"no tokenizer lies next to {file.path}: questions are text, copy tokenizer.json there"
         )
-    questions, problems = read_questions(args.evaluate)
-    if problems:
-        raise ValueError(f"{problems[0]}: repair the line")
-    prompts = [encode_question(question, tokenizer) for question in questions]
+    prompts = read_prompts(args.evaluate, tokenizer)
     room = config.max_seq_length - max(map(len, prompts))
     if args.new_tokens > room:
         raise ValueError(

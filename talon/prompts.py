@@ -1,43 +1,56 @@
 """Prompts for measuring: the sets that ship with the project, or any FastChat-style question.jsonl.
 
-One JSON object a line: `turns`, a list of user messages of which the first is used, or `prompt`,
-one message; `category` and `question_id` where the set has them. What `--tree auto` is tuned on is
-never what the benchmark measures by itself. Leaves out: what is measured with them (benchmark.py,
-talon/tuning/, talon/training/evaluation.py).
+One JSON object a line: `question_id`, `category` and `turns`, a list of user messages of which the
+first is used. What `--tree auto` is tuned on is never what the benchmark measures by itself. Leaves
+out: what is measured with them (benchmark.py, tuning.py).
 """
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from model import ModelConfig
 from talon.tokenizer import Tokenizer, is_text
 
-DATA = Path(__file__).with_name("data")  # what ships: prompts, and texts to quantise by
-BUILT_IN = DATA / "benchmark_prompts.jsonl"  # 32
-TUNING = DATA / "tuning_prompts.jsonl"  # 24, half of them chat, in mixed order
-
-
-def json_lines(path: Path) -> Iterator[tuple[int, dict | str]]:
-    """The number of every line that is not blank, with its object or what is wrong with it."""
-    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
-        if line.strip():
-            try:
-                value = json.loads(line)
-                yield number, value if isinstance(value, dict) else "not a JSON object"
-            except (ValueError, RecursionError) as error:
-                yield number, f"not JSON in UTF-8 ({error})"
-
 
 def read_lines(path: Path) -> list[dict]:
     """The objects of a JSON lines file; ValueError names the line that is none."""
-    rows = []
-    for number, value in json_lines(path):
-        if isinstance(value, str):
-            raise ValueError(f"{path}, line {number}: {value}: give one JSON object a line")
-        rows.append(value)
+    rows: list[dict] = []
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+        try:
+            row = json.loads(line) if line.strip() else {}
+            reason = None if isinstance(row, dict) else "it is no object"
+        except (ValueError, RecursionError) as error:  # not JSON, or not UTF-8
+            reason = str(error)
+        if reason:
+            raise ValueError(
+                f"{path} line {number} is not a JSON object in UTF-8 ({reason}): "
+                "one conversation a line is expected"
+            )
+        rows += [row] if row else []
     return rows
+
+
+def read_prompts(path: Path, tokenizer: Tokenizer) -> list[list[int]]:
+    """Prompts of the first turns: {"turns": [...]} as MT-bench has them, or {"prompt": "..."}."""
+    prompts = []
+    for row in read_lines(path):
+        turns = row.get("turns")
+        text = turns[0] if isinstance(turns, list) and turns else row.get("prompt")
+        if not isinstance(text, str):
+            raise ValueError(
+                f'{path}: question {len(prompts) + 1} has neither "turns", a list of texts, nor '
+                '"prompt", a text'
+            )
+        prompts.append(tokenizer.encode_chat([{"role": "user", "content": text}]))
+    if not prompts:
+        raise ValueError(f"{path} holds no question")
+    return prompts
+
+
+DATA = Path(__file__).with_name("data")  # what ships: prompts, and texts to quantise by
+BUILT_IN = DATA / "benchmark_prompts.jsonl"  # 32
+TUNING = DATA / "tuning_prompts.jsonl"  # 24, half of them chat, in mixed order
 
 
 @dataclass(frozen=True)
@@ -50,13 +63,18 @@ class Question:
 
 def read_questions(path: Path) -> tuple[list[Question], list[str]]:
     """The questions of a file, and one sentence for every line that is not one."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError:
+        raise ValueError(f"question file {path} is not UTF-8 text: save it as UTF-8") from None
     questions, problems = [], []
-    for number, value in json_lines(path):
-        parsed = value if isinstance(value, str) else parse_question(number, value)
-        if isinstance(parsed, Question):
-            questions.append(parsed)
-        else:
-            problems.append(f"{path}, line {number}: {parsed}")
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            parsed = parse_question(number, line)
+            if isinstance(parsed, Question):
+                questions.append(parsed)
+            else:
+                problems.append(f"{path}, line {number}: {parsed}")
     if not questions and not problems:
         raise ValueError(
             f"question file {path} is empty: give one JSON object a line, with `turns`"
@@ -64,19 +82,27 @@ def read_questions(path: Path) -> tuple[list[Question], list[str]]:
     return questions, problems
 
 
-def parse_question(number: int, value: dict) -> Question | str:
+def parse_question(number: int, line: str) -> Question | str:
     """The question of one line, or what is wrong with it."""
-    turns = value.get("turns", [value["prompt"]] if "prompt" in value else None)
-    name, category = value.get("question_id", number), value.get("category", "")
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        return f"not JSON ({error})"
+    if not isinstance(value, dict):
+        return "not a JSON object"
+    missing = [name for name in ("question_id", "category", "turns") if name not in value]
+    if missing:
+        return f"field {', '.join(missing)} is missing"
+    turns = value["turns"]
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) for turn in turns):
-        return "it needs turns, a list of at least one text, or prompt, a text"
+        return "turns must be a list of at least one text"
     if not turns[0].strip():
         return "the first turn is empty"
     if not is_text(turns[0]):
         return "the first turn holds half of a surrogate pair"
-    if not isinstance(name, int | str) or not isinstance(category, str):
+    if not isinstance(value["question_id"], int | str) or not isinstance(value["category"], str):
         return "question_id must be a number or a text, and category a text"
-    return Question(number, name, category, turns[0])
+    return Question(number, value["question_id"], value["category"], turns[0])
 
 
 def encode_question(question: Question, tokenizer: Tokenizer) -> list[int]:
@@ -87,7 +113,9 @@ def encode_question(question: Question, tokenizer: Tokenizer) -> list[int]:
 
 
 def spread(questions: list[Question], count: int) -> list[Question]:
-    """`count` questions, or all there are, in file order, taken from the categories in turn."""
+    """`count` questions in file order, taken from the categories in turn; all of them where there
+    are fewer.
+    """
     groups: dict[str, list[Question]] = {}
     for question in questions:
         groups.setdefault(question.category, []).append(question)

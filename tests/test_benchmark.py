@@ -349,7 +349,8 @@ GOOD = '{"question_id": 1, "category": "a", "turns": ["Hello", "And then?"]}'
     [
         ("{", "not JSON"),
         ("[1]", "not a JSON object"),
-        ('{"category": "a"}', "at least one text"),
+        ('{"question_id": 1, "turns": ["x"]}', "category is missing"),
+        ('{"category": "a"}', "question_id, turns is missing"),
         ('{"question_id": 1, "category": "a", "turns": []}', "at least one text"),
         ('{"question_id": 1, "category": "a", "turns": "x"}', "at least one text"),
         ('{"question_id": 1, "category": "a", "turns": [5]}', "at least one text"),
@@ -367,7 +368,8 @@ def test_unreadable_question_files_are_one_line(tmp_path):
     with pytest.raises(ValueError, match="empty"):
         read_questions(write_lines(tmp_path / "e.jsonl", ""))
     (tmp_path / "b.jsonl").write_bytes(b"\xff\xfe\x00")
-    assert "UTF-8" in read_questions(tmp_path / "b.jsonl")[1][0]
+    with pytest.raises(ValueError, match="UTF-8"):
+        read_questions(tmp_path / "b.jsonl")
     with pytest.raises(OSError):
         read_questions(tmp_path / "absent.jsonl")
 

@@ -1,14 +1,35 @@
 """The data of training: conversations of a file, and those that the target makes itself."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
-from tiny_training import VOCAB, tiny_config, tiny_target, train, write_lines, write_target
+from tiny_training import (
+    LLAMA2,
+    TEMPLATE,
+    THINKING,
+    VOCAB,
+    ZEPHYR,
+    arguments,
+    complaint,
+    tiny_config,
+    tiny_target,
+    train,
+    write_lines,
+    write_spaced_tokenizer,
+    write_target,
+)
 
 import train_draft
-from talon.tokenizer import load_tokenizer
-from talon.training.conversations import Conversation, read_conversations, tokenise
+from talon.tokenizer import Tokenizer, load_tokenizer
+from talon.training.conversations import (
+    Conversation,
+    read_conversations,
+    read_messages,
+    tokenise,
+)
+from talon.training.self_talk import TalkConfig, make_conversations
 
 
 @pytest.fixture(scope="module")
@@ -16,20 +37,132 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_target(tmp_path_factory.mktemp("target"), tiny_target())
 
 
+def talk(*turns: str) -> list[dict]:
+    """Turns of user and assistant, one after the other."""
+    roles = ("user", "assistant")
+    return [{"role": roles[n % 2], "content": turn} for n, turn in enumerate(turns)]
+
+
+def answers(row: Conversation, tokenizer: Tokenizer) -> list[str]:
+    return [tokenizer.decode(row.ids[a:b], skip_special=False) for a, b in row.spans]
+
+
+def tokenizer_with(directory: Path, template: str) -> Tokenizer:
+    """The tiny target's tokenizer with another template."""
+    write_target(directory, tiny_target(), template)
+    return load_tokenizer(directory)
+
+
 def test_answers_are_found_through_the_template(target: Path) -> None:
     tokenizer = load_tokenizer(target.parent)
-    messages = [
-        {"role": "system", "content": "Be short."}, {"role": "user", "content": "Hi"},
-        {"role": "assistant", "content": "Hello."}, {"role": "user", "content": "Bye"},
-        {"role": "assistant", "content": " Goodbye. "},
-    ]  # fmt: skip
-    row = tokenise(messages, tokenizer, (1,))
-    assert isinstance(row, Conversation)
-    assert [tokenizer.decode(row.ids[a:b], skip_special=False) for a, b in row.spans] == [
-        "Hello.<|end|>",
-        " Goodbye.",
-    ]
+    messages = [{"role": "system", "content": "Be short."}, *talk("Hi", "Hello.", "Bye", " Bye. ")]
+    (row,) = tokenise(messages, tokenizer, (1,))
+    assert answers(row, tokenizer) == ["Hello.<|end|>", " Bye. <|end|>"]
     assert row.ids[: row.spans[0][0]] == tokenizer.encode_chat(messages[:2])
+
+
+@pytest.mark.parametrize("template", [LLAMA2, ZEPHYR])
+@pytest.mark.parametrize("form", ["model", "json"])
+def test_training_sees_the_ids_that_decoding_sees(tmp_path: Path, form: str, template: str) -> None:
+    """A sentencepiece begins every text with a space of its own: the whole conversation is one."""
+    write_spaced_tokenizer(tmp_path, form, template)
+    tokenizer = load_tokenizer(tmp_path)
+    messages = talk("the user is", "yes ", "and the answer", "there", "yes", "the")
+    end = tokenizer.token_id("</s>")
+    (row,) = tokenise(messages, tokenizer, (end,))
+    text = tokenizer.render_chat(messages).rpartition("</s>")[0] + "</s>"
+    assert row.ids == tokenizer.encode(text, add_bos=False)
+    for turn, (start, stop) in zip((1, 3, 5), row.spans, strict=True):
+        assert row.ids[:start] == tokenizer.encode_chat(messages[:turn])
+        # What decoding has to produce until it ends the turn.
+        answer = tokenizer.decode(row.ids[start:stop])
+        assert answer.split() == messages[turn]["content"].split()
+        assert row.ids[stop - 1] == end and end not in row.ids[start : stop - 1]
+
+
+def test_a_template_that_opens_and_drops_the_reasoning_is_trained_on(tmp_path: Path) -> None:
+    tokenizer = tokenizer_with(tmp_path, THINKING)
+    reasons, plain = "<think>\nSo yes, 1.\n</think>\n\nyes", "no"
+    (row,) = tokenise(talk("a", plain, "b", plain), tokenizer, (1,))
+    assert answers(row, tokenizer) == ["no<|end|>", "no<|end|>"]
+    assert row.ids == tokenizer.encode("<|start|>a<|start|>:no<|end|><|start|>b<|start|>:no<|end|>")
+    first, second = tokenise(talk("a", reasons, "b", plain), tokenizer, (1,))
+    assert answers(first, tokenizer) == ["So yes, 1.\n</think>\n\nyes<|end|>"]
+    assert first.ids[: first.spans[0][0]] == tokenizer.encode_chat(talk("a"))
+    # Decoding would see the first answer without its reasoning.
+    assert answers(second, tokenizer) == ["no<|end|>"]
+    seen = "<|start|>a<|start|>:\n\nyes<|end|><|start|>b<|start|>:no<|end|>"
+    assert second.ids == tokenizer.encode(seen)
+
+
+def test_a_template_that_keeps_the_reasoning_has_it_in_the_answer(target: Path) -> None:
+    tokenizer = load_tokenizer(target.parent)
+    (row,) = tokenise(talk("a", "<think>yes</think>yes", "b", "no"), tokenizer, (1,))
+    assert answers(row, tokenizer) == ["<think>yes</think>yes<|end|>", "no<|end|>"]
+
+
+def test_a_row_that_the_template_refuses_is_skipped_and_the_others_are_trained_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    write_target(tmp_path, tiny_target(), LLAMA2)
+    good = [{"messages": talk("Hi", f"Answer {n}")} for n in range(4)]
+    bad = {"messages": [*talk("Hi"), *talk("Hi", "Hello")]}
+    path = write_lines(tmp_path / "d.jsonl", [*good, bad])
+    rows = read_conversations(path, load_tokenizer(tmp_path), tiny_config(), 60)
+    assert len(rows) == 4
+    assert capsys.readouterr().err == "skipped 1 of 5 conversations: the template refuses it\n"
+    train(tmp_path / "talon.safetensors", path, tmp_path / "a", "--epochs", 1)
+    regenerate = ("--regenerate", "--data_batch", 2, "--answer_tokens", 8, "--epochs", 1)
+    train(tmp_path / "talon.safetensors", path, tmp_path / "b", *regenerate)
+
+
+def test_a_target_without_a_default_template_is_told_what_it_can_take(
+    target: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    for path in target.parent.iterdir():
+        shutil.copy(path, tmp_path)
+    named = {"chat_template": [{"name": "rag", "template": TEMPLATE}]}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(named))
+    path = write_lines(tmp_path / "d.jsonl", [{"messages": talk("Hi", "Hello")}])
+    for data in (path, "self"):
+        message = complaint(capsys, *arguments(tmp_path / target.name, data, tmp_path / "o"))
+        assert "default template" in message and "ids and spans" in message
+        assert "no_chat" not in message
+
+
+def test_turns_in_parts_are_text_and_what_is_not_text_is_skipped_as_such() -> None:
+    def text(value: str) -> dict:
+        return {"type": "text", "text": value}
+
+    asked, image = {"role": "user", "content": "Hi"}, {"type": "image_url", "image_url": {}}
+    called = {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}
+    for line, expected in (
+        ({"messages": [{"role": "user", "content": [text("H"), text("i")]}]}, [asked]),
+        ({"messages": None, "conversations": [{"from": "human", "value": "Hi"}]}, [asked]),
+        ({"messages": [asked, called]}, "a turn that is not text"),
+        (
+            {"messages": [{"role": "user", "content": [text("H"), image]}]},
+            "a turn that is not text",
+        ),
+        ({"messages": [asked, {"role": "tool", "content": "5"}]}, "unknown role"),
+        ({"messages": None}, "neither messages nor conversations"),
+    ):
+        assert read_messages(line) == expected
+
+
+@pytest.mark.parametrize("form", ["model", "json"])
+def test_prompts_of_self_talk_are_those_that_decoding_would_see(tmp_path: Path, form: str) -> None:
+    """Also where the target has sampled the user's turn itself, token by token."""
+    write_spaced_tokenizer(tmp_path, form, LLAMA2)
+    tokenizer = load_tokenizer(tmp_path)
+    model = tiny_target(vocab_size=tokenizer.vocab_size, eos_ids=(tokenizer.token_id("</s>"),))
+    model.output.weight[model.config.eos_ids[0]] *= 2  # turns that end
+    path = make_conversations(model, tokenizer, TalkConfig(1500, batch=8), tmp_path)
+    for line in path.read_text().splitlines():
+        row = json.loads(line)
+        ids = row["ids"][: row["spans"][0][0]]
+        turn = tokenizer.decode(ids).removeprefix("[INST] ").removesuffix(" [/INST]")
+        assert ids == tokenizer.encode_chat(talk(turn))
 
 
 def test_unusable_rows_are_counted_by_reason(
@@ -65,7 +198,7 @@ def test_unusable_rows_are_counted_by_reason(
         "skipped 1 of 20 conversations: ids outside the vocabulary",
         "skipped 1 of 20 conversations: longer than 60 tokens",
         "skipped 1 of 20 conversations: neither messages nor conversations",
-        "skipped 1 of 20 conversations: the template rewrites earlier turns, or an answer is empty",
+        "skipped 1 of 20 conversations: the template changes an answer, or it is empty",
         "skipped 2 of 20 conversations: unknown role",
         "skipped 3 of 20 conversations: no answer",
         "skipped 4 of 20 conversations: ids that are no list of whole numbers",

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from sentencepiece import SentencePieceTrainer
 from tokenizers import Tokenizer as JsonTokenizer
-from tokenizers import decoders, models, pre_tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 import train_draft
 from model import ModelConfig, Transformer
@@ -20,6 +21,22 @@ VOCAB = 300
 TEMPLATE = (
     "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+)
+LLAMA2 = (
+    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must take turns') }}{% endif %}{% if m.role == 'user' %}"
+    "{{ bos_token + '[INST] ' + m.content.strip() + ' [/INST]' }}{% else %}"
+    "{{ ' ' + m.content.strip() + ' ' + eos_token }}{% endif %}{% endfor %}"
+)
+ZEPHYR = (
+    "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + eos_token + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
+)
+# Drops the reasoning of answers, and opens that of the next one.
+THINKING = (
+    "{% for m in messages %}{% if m.role == 'user' %}{{ '<|start|>' + m.content }}{% else %}"
+    "{{ '<|start|>:' + m.content.split('</think>')[-1] + '<|end|>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start|>:<think>\n' }}{% endif %}"
 )
 HEADS = pytest.mark.parametrize("family", ["eagle1", "eagle3"])
 SMALL = ("--device", "cpu", "--draft_vocab_size", 200, "--batch_tokens", 200, "--max_length", 128)
@@ -59,8 +76,38 @@ def write_target(directory: Path, model: Transformer, template: str = TEMPLATE) 
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<|start|>", "<|end|>"])
     tokenizer.save(str(directory / "tokenizer.json"))
-    (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    named = {"bos_token": "<|start|>", "eos_token": "<|end|>", "chat_template": template}
+    (directory / "tokenizer_config.json").write_text(json.dumps(named))
     return path
+
+
+def write_spaced_tokenizer(directory: Path, form: str, template: str) -> None:
+    """A tokenizer that writes a space with the word after it and begins texts with one more, as
+    LLaMA-2's does: in the form of sentencepiece ("model") or of Hugging Face ("json")."""
+    corpus = ["the yes [INST] answer [/INST] of a user is here <|assistant|> and there"] * 20
+    if form == "model":
+        SentencePieceTrainer.train(
+            sentence_iterator=iter(corpus), model_prefix=str(directory / "tokenizer"),
+            vocab_size=300, model_type="bpe", byte_fallback=True, hard_vocab_limit=False,
+            normalization_rule_name="identity", remove_extra_whitespaces=False, minloglevel=2,
+        )  # fmt: skip
+    else:
+        tokenizer = JsonTokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()  # no piece of two words
+        tokens = ["<unk>", "<s>", "</s>"]
+        trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=tokens, show_progress=False)
+        tokenizer.train_from_iterator(corpus, trainer)
+        tokenizer.pre_tokenizer = None
+        spaces = normalizers.Replace(" ", "\u2581")
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), spaces])
+        steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+        tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)])
+        state = json.loads(tokenizer.to_str())
+        vocab = state["model"]["vocab"]
+        vocab |= {f"<0x{byte:02X}>": len(vocab) + byte for byte in range(256)}
+        (directory / "tokenizer.json").write_text(json.dumps(state))
+    named = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": template}
+    (directory / "tokenizer_config.json").write_text(json.dumps(named))
 
 
 def training_config(family: str, **changes: object) -> TrainingConfig:

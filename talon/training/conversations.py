@@ -6,8 +6,11 @@ template turns into ids. Lines that cannot be used are counted by reason. Leaves
 conversations (self_talk.py), tools, several answers a turn.
 """
 
+import os
+import re
 from collections import Counter
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 from model import ModelConfig
@@ -19,6 +22,7 @@ ROLES = {
     "system": "system", "user": "user", "human": "user",
     "assistant": "assistant", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant",
 }  # fmt: skip
+THOUGHT = "</think>"  # the end of an answer's reasoning
 
 
 @dataclass(frozen=True)
@@ -38,17 +42,16 @@ def read_conversations(
 ) -> list[Conversation]:
     """What a file holds to train on; lines without are counted on standard error by reason."""
     found, skipped = [], Counter()
-    lines = read_lines(path)
-    for line in lines:
-        row = read_conversation(line, tokenizer, config.eos_ids)
-        if isinstance(row, Conversation):
-            row = fault_of(row, config.vocab_size, limit) or row
-        if isinstance(row, str):
-            skipped[row] += 1
-        else:
-            found.append(row)
+    for line in read_lines(path):
+        rows = read_conversation(line, tokenizer, config.eos_ids)
+        for row in [rows] if isinstance(rows, str) else rows:
+            fault = row if isinstance(row, str) else fault_of(row, config.vocab_size, limit)
+            if fault:
+                skipped[fault] += 1
+            else:
+                found.append(row)
     for reason, count in skipped.items():
-        note(f"skipped {count} of {len(lines)} conversations: {reason}")
+        note(f"skipped {count} of {len(found) + skipped.total()} conversations: {reason}")
     if not found:
         raise ValueError(
             f"{path} holds no conversation to train on: each needs an answer and at most {limit} "
@@ -59,8 +62,8 @@ def read_conversations(
 
 def read_conversation(
     line: dict, tokenizer: Tokenizer | None, stop_ids: tuple[int, ...]
-) -> Conversation | str:
-    """One line of a data file, ours or another's, or why it cannot be used."""
+) -> list[Conversation] | str:
+    """What one line of a data file gives, ours or another's, or why it cannot be used."""
     if "ids" in line:
         ids, spans = line["ids"], line.get("spans")
         if not is_whole_numbers(ids):
@@ -69,16 +72,22 @@ def read_conversation(
             isinstance(spans, list) and all(is_whole_numbers(s) and len(s) == 2 for s in spans)
         ):
             return "spans that are no list of [start, end]"
-        return Conversation(ids, [(start, end) for start, end in spans])
+        return [Conversation(ids, [(start, end) for start, end in spans])]
     messages = read_messages(line)
     if isinstance(messages, str):
         return messages
-    if tokenizer is None:
+    return tokenise(messages, need_template(tokenizer), stop_ids)
+
+
+def need_template(tokenizer: Tokenizer | None) -> Tokenizer:
+    """The tokenizer, if it can turn a conversation into ids; ValueError if not."""
+    if tokenizer is None or "default" not in tokenizer.settings.templates:
+        lacks = "no tokenizer" if tokenizer is None else "a tokenizer without a default template"
         raise ValueError(
-            "the data is text, but no tokenizer lies next to the checkpoint: copy tokenizer.json "
-            "there"
+            f"the target has {lacks}, and a conversation of text needs one: copy tokenizer.json "
+            "and tokenizer_config.json next to it, or give --data FILE with ids and spans"
         )
-    return tokenise(messages, tokenizer, stop_ids)
+    return tokenizer
 
 
 def is_whole_numbers(values: object) -> bool:
@@ -87,55 +96,108 @@ def is_whole_numbers(values: object) -> bool:
 
 def read_messages(line: dict) -> list[dict] | str:
     """The messages of a line in one form, or why it cannot be used."""
-    turns = line.get("messages", line.get("conversations"))
+    turns = line.get("messages") or line.get("conversations")
     if not isinstance(turns, list):
         return "neither messages nor conversations"
     messages = []
     for turn in turns:
-        role = turn.get("role", turn.get("from")) if isinstance(turn, dict) else None
-        content = turn.get("content", turn.get("value")) if isinstance(turn, dict) else None
-        if not isinstance(role, str) or role not in ROLES or not isinstance(content, str):
+        turn = turn if isinstance(turn, dict) else {}
+        role, content = turn.get("role") or turn.get("from"), turn.get("content")
+        text = text_of(turn.get("value") if content is None else content)
+        if not isinstance(role, str) or role not in ROLES:
             return "unknown role"
-        if not is_text(content):
+        if text is None:
+            return "a turn that is not text"
+        if not is_text(text):
             return "half of a surrogate pair"
-        messages.append({"role": ROLES[role], "content": content})
+        messages.append({"role": ROLES[role], "content": text})
     # ShareGPT has some that begin in the middle.
     while messages and messages[0]["role"] == "assistant":
         messages.pop(0)
     return messages
 
 
+def text_of(content: object) -> str | None:
+    """A turn's content: a text or a list of such parts; None if anything else is in it."""
+    if isinstance(content, list):
+        parts = [p.get("text") if isinstance(p, dict) else p for p in content]
+        return "".join(parts) if all(isinstance(part, str) for part in parts) else None
+    return content if isinstance(content, str) else None
+
+
 def tokenise(
     messages: list[dict], tokenizer: Tokenizer, stop_ids: tuple[int, ...]
-) -> Conversation | str:
-    """Ids and answer spans of a conversation, or why it cannot be used.
+) -> list[Conversation] | str:
+    """The ids that decoding would see and the spans of the answers in them, or why not.
 
     The chat template itself says where answers are: what it renders up to an answer is the prompt
     that decoding would start from, and the answer is what it appends, with the token that ends a
-    turn.
+    turn. Where it writes earlier turns in another way, without their reasoning say, the answers
+    after them stand in a conversation of their own.
     """
-    stops = [tokenizer.decode([i], skip_special=False) for i in stop_ids]
-    ids: list[int] = []
-    spans, done = [], ""
+    stops = [re.escape(tokenizer.decode([i], skip_special=False)) for i in stop_ids]
+    end_of_turn = re.compile(rf"\s*({'|'.join(filter(None, stops)) or '(?!)'})")
+    texts: list[str] = []
+    places: list[list[tuple[int, int]]] = []
     for index, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        prompt = tokenizer.render_chat(messages[:index])
-        full = tokenizer.render_chat(messages[: index + 1])
-        content = message["content"].strip()
-        if not (prompt.startswith(done) and full.startswith(prompt) and content):
-            return "the template rewrites earlier turns, or an answer is empty"
-        at = full.find(content, len(prompt))
-        if at < 0:
-            return "the template changes answers"
-        end = at + len(content)
-        end += next((len(stop) for stop in stops if full.startswith(stop, end)), 0)
-        ids += tokenizer.encode(prompt[len(done) :], add_bos=False)
-        answer = tokenizer.encode(full[len(prompt) : end], add_bos=False)
-        spans.append((len(ids), len(ids) + len(answer)))
-        ids += answer
-        done = full[:end]
-    return Conversation(ids, spans) if spans else "no answer"
+        try:
+            prompt = tokenizer.render_chat(messages[:index])
+            full = tokenizer.render_chat(messages[: index + 1])
+        except ValueError:
+            return "the template refuses it"
+        rewritten = prompt[shared(prompt, full) :]
+        if rewritten and messages[index - 1]["content"].strip() in rewritten:
+            return "the template rewrites earlier turns"
+        found = find_answer(prompt, full, message["content"].strip(), end_of_turn)
+        if found is None:
+            return "the template changes an answer, or it is empty"
+        start, text = found
+        if texts and text.startswith(texts[-1]):
+            texts[-1] = text
+        else:
+            texts.append(text)
+            places.append([])
+        places[-1].append((start, len(text)))
+    rows = zip(texts, places, strict=True)
+    return [locate(text, spans, tokenizer) for text, spans in rows] or "no answer"
+
+
+def find_answer(
+    prompt: str, full: str, content: str, end_of_turn: re.Pattern
+) -> tuple[int, str] | None:
+    """Where an answer starts, and the text up to its end.
+
+    prompt: what the template renders before it; full: the same with the answer.
+    """
+    start = shared(prompt, full)
+    said, at = content, full.find(content, start)
+    dropped = at < 0 and THOUGHT in content and THOUGHT not in full[start:]
+    if at < 0:  # the template leaves the reasoning out, or has begun it in the prompt
+        said = content.rpartition(THOUGHT)[2].strip()
+        at = full.find(said, max(start, full.find(THOUGHT, start)))
+    if at < 0 or not said:
+        return None
+    ending = end_of_turn.match(full, at + len(said))
+    end = ending.end() if ending else at + len(said)
+    if not dropped:
+        return start, full[:end]
+    if prompt.rstrip().endswith("<think>"):
+        content = content.removeprefix("<think>").lstrip()
+    return len(prompt), prompt + content + full[at + len(said) : end]
+
+
+def locate(text: str, places: list[tuple[int, int]], tokenizer: Tokenizer) -> Conversation:
+    """The ids of a whole text, and the answers at some places of it as spans of ids."""
+    ids = tokenizer.encode(text, add_bos=False)
+    cuts = {cut: shared(ids, tokenizer.encode(text[:cut], False)) for cut in chain(*places)}
+    return Conversation(ids, [(cuts[start], cuts[end]) for start, end in places])
+
+
+def shared(a: str | list[int], b: str | list[int]) -> int:
+    """How many characters or ids two of them begin with alike."""
+    return len(os.path.commonprefix([a, b]))
 
 
 def fault_of(row: Conversation, vocab_size: int, limit: int) -> str | None:

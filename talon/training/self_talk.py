@@ -16,6 +16,7 @@ import re
 import zlib
 from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from model import Transformer
 from talon.prompts import DATA, read_lines
 from talon.tokenizer import Tokenizer
 from talon.training.batched import BatchedDecoder, Slot
-from talon.training.conversations import read_messages
+from talon.training.conversations import need_template, read_messages, shared
 
 BANK = DATA / "prompts.json"
 FIELD = re.compile(r"\{([a-z]+)\d?\}")
@@ -88,11 +89,16 @@ class SelfTalk:
         self.bank = json.loads(BANK.read_text(encoding="utf-8"))
         self.decoder = BatchedDecoder(model, config.batch, config.length, config.seed)
         self.stop_ids = set(model.config.eos_ids)
-        marker = "\x00"
-        template = tokenizer.render_chat([{"role": "user", "content": marker}])
-        before, _, after = template.partition(marker)
-        self.before = tokenizer.encode(before, add_bos=False)
-        self.after = tokenizer.encode(after, add_bos=False)
+        try:
+            rendered = tokenizer.render_chat([{"role": "user", "content": "\0"}])
+        except ValueError:
+            raise ValueError(
+                "the target's chat template refuses a conversation that starts with the user, as "
+                "it would talk to itself: give --data FILE without --regenerate"
+            ) from None
+        self.before, _, after = rendered.partition("\0")
+        around = tokenizer.encode(self.before + after, add_bos=False)
+        self.longest_turn = min(USER_LIMIT, config.longest_prompt - len(around))
         self.prompts: set[tuple[int, ...]] = set()
         self.answers: set[tuple[int, ...]] = set()
         self.passages: list[str] = []
@@ -122,8 +128,12 @@ class SelfTalk:
             self.prompts.add(tuple(ids))
             return Slot(number, deque(ids), temperature, start=len(ids))
         opener = rng.choice(self.bank["openers"]) if share < FILLED_SHARE + OPENED_SHARE else ""
-        ids = self.before + self.tokenizer.encode(opener, add_bos=False)
-        return Slot(number, deque(ids), temperature, turn=len(self.before))
+        # The model writes a space itself, with the word after it.
+        before, ids = (
+            self.tokenizer.encode(text.rstrip(" "), add_bos=False)
+            for text in (self.before, self.before + opener)
+        )
+        return Slot(number, deque(ids), temperature, turn=shared(before, ids))
 
     def new_prompt(self, rng: random.Random) -> list[int] | None:
         """One filled from the bank that was not there before; None if 20 tries find none."""
@@ -153,19 +163,19 @@ class SelfTalk:
         }  # fmt: skip
 
     def advance_turn(self, slot: Slot, token: int) -> dict | None:
-        """A token of a sampled user turn; its end, as the template writes it, starts the answer."""
-        length = len(slot.ids) - slot.turn
-        prompt = slot.ids + self.after
+        """A token of a sampled user turn; its end makes it the prompt that decoding would see."""
+        turn = slot.ids[slot.turn :]
         if token not in self.stop_ids:
             slot.ids.append(token)
-            room = self.config.longest_prompt - slot.turn - len(self.after)
-            return {} if length >= min(USER_LIMIT, room) else None
-        degenerate = length < 3 or len(set(slot.ids[slot.turn :])) < 0.4 * length
-        if degenerate or tuple(prompt) in self.prompts:
+            return {} if len(turn) >= self.longest_turn else None
+        content = self.tokenizer.decode(turn).strip()
+        prompt = self.tokenizer.encode_chat([{"role": "user", "content": content}])
+        degenerate = len(turn) < 3 or len(set(turn)) < 0.4 * len(turn)
+        if degenerate or tuple(prompt) in self.prompts or len(prompt) > self.config.longest_prompt:
             return {}
-        slot.queue.extend(self.after)
-        slot.start = len(prompt)
         self.prompts.add(tuple(prompt))
+        kept = shared(slot.ids, prompt)  # their keys and values are in the cache already
+        slot.ids, slot.queue, slot.start = prompt[:kept], deque(prompt[kept:]), len(prompt)
         return None
 
     def run(self, first: int) -> Iterator[dict]:
@@ -192,11 +202,7 @@ def make_conversations(
 
     An interrupted file is taken up again; a line that was cut short is dropped.
     """
-    if tokenizer is None or not tokenizer.has_chat_template:
-        raise ValueError(
-            "the target can only talk to itself with a tokenizer that has a chat template: give "
-            "--data FILE"
-        )
+    tokenizer = need_template(tokenizer)
     if config.length < SHORTEST_TALK:
         raise ValueError(
             f"max_length {config.length} leaves the target no room to talk: give at least "
@@ -233,7 +239,8 @@ def read_first_turns(path: Path, tokenizer: Tokenizer, config: TalkConfig) -> li
         messages = read_messages(line)
         roles = [] if isinstance(messages, str) else [m["role"] for m in messages]
         if "user" in roles:
-            prompts.append(tokenizer.encode_chat(messages[: roles.index("user") + 1]))
+            with suppress(ValueError):  # the template refuses it
+                prompts.append(tokenizer.encode_chat(messages[: roles.index("user") + 1]))
     prompts = [ids for ids in prompts if len(ids) <= config.longest_prompt]
     if not prompts:
         raise ValueError(

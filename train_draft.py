@@ -10,10 +10,13 @@ out: decoding (generate.py), training the target.
 """
 
 import argparse
+import fcntl
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import fields
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -35,6 +38,8 @@ from talon.training.losses import TrainingConfig
 from talon.training.run import HEAD_FILE, LOG_FILE, STATE_FILE, Processes, TrainingRun
 from talon.training.self_talk import TalkConfig, make_conversations
 
+# On a GPU, updating the head takes longer than reading a few hundred tokens.
+BATCH_TOKENS = {"cpu": 512, "cuda": 4096}
 EVALUATION_FILE, PLOT_FILE = "evaluation.json", "training.png"
 BOTH = {"checkpoint_path", "out", "device"}  # what training and measuring read
 MEASURING = {"evaluate", "trees", "new_tokens"}
@@ -84,7 +89,6 @@ def add_training_options(add: Callable) -> None:
     for name, low, high, meaning in (
         ("validation", 0.0, 0.5, "share of conversations held out"),
         ("epochs", 1, 10**6, "times that every answer is seen"),
-        ("batch_tokens", 1, 10**9, "answer tokens of a step"),
         ("lr", 1e-9, 1.0, "of the matrices; norms and lm_head: a quarter"),
         ("warmup", 0.0, 1.0, "share of the steps"),
         ("unroll", 1, 16, "levels of drafting that are trained"),
@@ -94,6 +98,8 @@ def add_training_options(add: Callable) -> None:
     ):
         default = getattr(TrainingConfig, name)
         add(f"--{name}", type=number(low, high), default=default, help=meaning)
+    step = " or ".join(f"{count} on {device}" for device, count in BATCH_TOKENS.items())
+    add("--batch_tokens", type=number(1, 10**9), help=f"answer tokens of a step (default: {step})")
 
 
 def add_run_options(add: Callable) -> None:
@@ -123,8 +129,11 @@ def number(low: float, high: float) -> Callable[[str], float]:
     return parse
 
 
-def training_config(args: argparse.Namespace, target: ModelConfig) -> TrainingConfig:
-    """The settings of the run, --max_length within the target's context."""
+def training_config(
+    args: argparse.Namespace, target: ModelConfig, device: torch.device
+) -> TrainingConfig:
+    """The settings of the run: what was not given as it fits the target and the device."""
+    args.batch_tokens = args.batch_tokens or BATCH_TOKENS[device.type]
     longest = target.max_seq_length
     if args.max_length is None:
         args.max_length = min(longest, TrainingConfig.max_length)
@@ -197,31 +206,52 @@ def shard(model: Transformer, device: torch.device) -> Transformer:
     return model.to(device)
 
 
+@contextmanager
+def run_folder(out: Path) -> Iterator[None]:
+    """The folder of a run, for one training at a time; if nothing came of it, it goes again."""
+    made = [path for path in (out, *out.parents) if not path.exists()]
+    out.mkdir(parents=True, exist_ok=True)
+    folder = os.open(out, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        raise ValueError(
+            f"another training is under way in {out}: wait for its end, or give another --out"
+        ) from None
+    finally:
+        os.close(folder)
+        with suppress(OSError):  # the first that is not empty
+            for path in made:
+                path.rmdir()
+
+
 def start_run(args: argparse.Namespace, processes: Processes, device: torch.device) -> TrainingRun:
     """Load, make or read the data, and set up the run."""
     file = read_kind(args.checkpoint_path, "target")
-    target = ModelConfig.from_dict(file.config)
-    config = training_config(args, target)
-    wanted = head_config(target, config)
+    config = training_config(args, ModelConfig.from_dict(file.config), device)
+    sizes = head_config(ModelConfig.from_dict(file.config), config)
     check_run(args, file, processes)
-    args.out.mkdir(parents=True, exist_ok=True)
     dtype = torch.bfloat16 if args.dtype == "bf16" else torch.float32
     start = torch.device("cpu") if args.shard_target else device
     model = load_target(file, start, dtype, pack_for=device)
     model.requires_grad_(False)
     if args.shard_target:
         model = shard(model, device)
-    tokenizer = find_tokenizer(file.path.parent, target)
-    # One process makes what all of them read.
-    data = processes.rank == 0 and load_data(args, model, tokenizer)
+    tokenizer = find_tokenizer(file.path.parent, model.config)
+    # One process makes what all of them read; the others wait, however long that takes.
+    waiting = None
     if processes.count > 1:
-        dist.barrier()
+        waiting = dist.new_group(backend="gloo", timeout=timedelta(days=30))
+    data = processes.rank == 0 and load_data(args, model, tokenizer)
+    if waiting:
+        dist.barrier(waiting)
     data = data or load_data(args, model, tokenizer)
-    ids = draft_vocabulary(data, target.vocab_size, wanted.draft_vocab_size)
+    ids = draft_vocabulary(data, sizes.vocab_size, sizes.draft_vocab_size)
     if args.init:
         head = read_head(args.init, model, config, ids if args.draft_vocab_size else None)
     else:
-        head = build_head(wanted, model, ids, config.seed)
+        head = build_head(sizes, model, ids, config.seed)
     run = TrainingRun(model, head, data, config, args.out, processes)
     if args.resume:
         run.restore()
@@ -230,18 +260,21 @@ def start_run(args: argparse.Namespace, processes: Processes, device: torch.devi
 
 def train(args: argparse.Namespace) -> int:
     processes, device = join_group(args)
+    first = processes.rank == 0
     try:
-        run = start_run(args, processes, device)
-        if processes.rank == 0:
-            answers = sum(row.answer_tokens for row in run.data)
-            note(
-                f"{len(run.data)} conversations with {answers} answer tokens, {len(run.held)} held "
-                f"out; {run.total} steps; {sum(p.numel() for p in run.trained.values())} parameters"
-            )
-        run.train()
-        if processes.rank == 0:
-            plot_log(args.out)
-            note(f"wrote {args.out / HEAD_FILE}")
+        with run_folder(args.out) if first else nullcontext():
+            run = start_run(args, processes, device)
+            if first:
+                answers = sum(row.answer_tokens for row in run.data)
+                parameters = sum(p.numel() for p in run.trained.values())
+                note(
+                    f"{len(run.data)} conversations with {answers} answer tokens, {len(run.held)} "
+                    f"held out; {run.total} steps; {parameters} parameters"
+                )
+            run.train()
+            if first:
+                plot_log(args.out)
+                note(f"wrote {args.out / HEAD_FILE}")
     finally:
         if processes.count > 1:
             dist.destroy_process_group()

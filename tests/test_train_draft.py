@@ -2,10 +2,12 @@
 
 import json
 import os
+import resource
 import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -34,6 +36,7 @@ from talon.kernels.linear import Int8Linear
 from talon.loading import load_head, load_target, read_kind
 from talon.sampling import SamplingConfig
 from talon.tokenizer import load_tokenizer
+from talon.training.head import build_head, head_config
 from talon.training.losses import Teacher, Unrolled, UnrolledAttention
 from talon.training.run import TrainingRun
 from talon.trees import chain, dynamic_tree
@@ -108,21 +111,27 @@ def test_the_file_written_has_the_trainers_logits(
     assert torch.isfinite(table).all() and table[0, 0] == 34
 
 
+def stop_at(step: int, *numbers: int) -> Callable[[TrainingRun], dict]:
+    """TrainingRun.train_step, in whose step the signals arrive."""
+    train_step = TrainingRun.train_step
+
+    def stopped(run: TrainingRun) -> dict:
+        if run.step == step:
+            for number in numbers:
+                signal.raise_signal(number)
+        return train_step(run)
+
+    return stopped
+
+
 @HEADS
 def test_a_resumed_run_is_bit_equal_to_one_that_was_not_interrupted(
     target: Path, data_file: Path, tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = ("--epochs", 4, "--head", family)
     whole = train(target, data_file, tmp_path / "whole", *options)
-    steps = TrainingRun.train_step
-
-    def interrupted(run: TrainingRun) -> dict:
-        if run.step == 7:
-            signal.raise_signal(signal.SIGINT)
-        return steps(run)
-
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(TrainingRun, "train_step", interrupted)
+        patch.setattr(TrainingRun, "train_step", stop_at(7, signal.SIGINT))
         train(target, data_file, tmp_path / "half", *options)
     half = train(target, data_file, tmp_path / "half", *options, "--resume")
     assert same_tensors(whole, half)
@@ -130,6 +139,72 @@ def test_a_resumed_run_is_bit_equal_to_one_that_was_not_interrupted(
     for entry in (*logs[0], *logs[1]):
         del entry["cpu_s"]
     assert logs[0] == logs[1]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_what_ends_a_process_saves_the_training_as_ctrl_c_does(
+    target: Path, data_file: Path, tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where it comes twice in a moment, as torchrun passes on what a terminal has sent."""
+    before = signal.getsignal(number)
+    monkeypatch.setattr(TrainingRun, "train_step", stop_at(3, number, number))
+    with pytest.raises(KeyboardInterrupt):
+        train(target, data_file, tmp_path, "--epochs", 4)
+    assert torch.load(tmp_path / train_draft.STATE_FILE, weights_only=True)["step"] == 4
+    assert signal.getsignal(number) is before
+
+
+def test_what_nohup_ignores_stays_ignored(
+    target: Path, data_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        monkeypatch.setattr(TrainingRun, "train_step", stop_at(1, signal.SIGHUP))
+        train(target, data_file, tmp_path, "--epochs", 1)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_new_run_begins_its_log_and_an_old_one_is_gone(
+    target: Path, data_file: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "log.jsonl").write_text('{"step": 7000}\n')  # killed before its first checkpoint
+    train(target, data_file, tmp_path, "--epochs", 1)
+    assert [entry["step"] for entry in read_log(tmp_path)] == [1, 2, 3, 4, 5, 5]
+
+
+def test_a_second_training_in_a_folder_is_refused_from_the_start(
+    target: Path, data_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train_step, out = TrainingRun.train_step, tmp_path / "out"
+
+    def meanwhile(run: TrainingRun) -> dict:
+        for more in ((), ("--resume",), ("--data", "self")):
+            with pytest.raises(ValueError, match="another training is under way"):
+                train_draft.main(arguments(target, data_file, out, *more))
+        return train_step(run)
+
+    monkeypatch.setattr(TrainingRun, "train_step", meanwhile)
+    train(target, data_file, out, "--epochs", 1)
+    assert [entry["step"] for entry in read_log(out)] == [1, 2, 3, 4, 5, 5]
+
+
+def test_a_step_of_many_tokens_is_several_forwards_with_the_gradient_of_their_mean(
+    tmp_path: Path,
+) -> None:
+    """4096 tokens a step, as on a GPU, need no more room than 512."""
+    model, data = tiny_target(), random_data(310)  # of 4,096 answer tokens and as many again
+    config = training_config("eagle1", batch_tokens=4096, draft_vocab_size=300)
+    head = build_head(head_config(model.config, config), model, torch.arange(300), config.seed)
+    run = TrainingRun(model, head, data, config, tmp_path)
+    batches = run.batches(0)
+    assert len(batches) == 8 and max(int(batch.answer.sum()) for batch in batches) < 700
+    run.accumulate(0)
+    found = [parameter.grad for parameter in run.trained.values()]
+    run.head.zero_grad()
+    sum(run.unrolled(batch, 3)[0] for batch in batches).div(8).backward()
+    for mine, right in zip(found, run.trained.values(), strict=True):
+        torch.testing.assert_close(mine, right.grad)
 
 
 def test_going_on_from_a_head_starts_where_it_ended(
@@ -142,14 +217,63 @@ def test_going_on_from_a_head_starts_where_it_ended(
         torch.testing.assert_close(tensors(second)[name], value)
 
 
-def train_on_two(target: Path, data_file: Path, out: Path, *options: object) -> Path:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command = [*torchrun, "--nproc_per_node", "2", train_draft.__file__]
-    command += arguments(target, data_file, out, "--epochs", 2, *options)
+def run_on_two(
+    script: str | Path, target: Path, data_file: Path, out: Path, *options: object
+) -> subprocess.CompletedProcess:
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+    command = [*torchrun, str(script), *arguments(target, data_file, out, *options)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+
+
+def train_on_two(target: Path, data_file: Path, out: Path, *options: object) -> Path:
+    done = run_on_two(train_draft.__file__, target, data_file, out, "--epochs", 2, *options)
     assert done.returncode == 0, done.stderr[-2000:]
     return out / train_draft.HEAD_FILE
+
+
+def test_processes_stop_together_when_one_is_asked_to(
+    target: Path, data_file: Path, tmp_path: Path
+) -> None:
+    """The second process alone hears of it, and both save one state and go on from it."""
+    two = f"""
+import os, signal, sys
+sys.path[:0] = {[str(Path(train_draft.__file__).parent), str(Path(__file__).parent)]!r}
+import train_draft, test_train_draft
+from talon.training.run import TrainingRun
+if os.environ["RANK"] == "1":
+    TrainingRun.train_step = test_train_draft.stop_at(4, signal.SIGTERM)
+train_draft.cli.run(train_draft.main)
+"""
+    script = tmp_path / "two.py"
+    script.write_text(two)
+    done = run_on_two(script, target, data_file, tmp_path / "out", "--epochs", 20)
+    assert done.returncode != 0
+    assert torch.load(tmp_path / "out" / train_draft.STATE_FILE, weights_only=True)["step"] == 5
+
+
+@pytest.mark.slow
+def test_the_other_processes_wait_for_data_longer_than_for_each_other(
+    target: Path, data_file: Path, tmp_path: Path
+) -> None:
+    two = f"""
+import datetime, functools, os, sys, time
+sys.path.insert(0, {str(Path(train_draft.__file__).parent)!r})
+import torch.distributed as dist
+import train_draft
+patience = datetime.timedelta(seconds=5)
+dist.init_process_group = functools.partial(dist.init_process_group, timeout=patience)
+load_data = train_draft.load_data
+def slow(*arguments):
+    time.sleep(9 * (os.environ["RANK"] == "0"))
+    return load_data(*arguments)
+train_draft.load_data = slow
+train_draft.cli.run(train_draft.main)
+"""
+    script = tmp_path / "two.py"
+    script.write_text(two)
+    done = run_on_two(script, target, data_file, tmp_path / "out", "--epochs", 1)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_two_processes_share_the_work(target: Path, data_file: Path, tmp_path: Path) -> None:
@@ -215,7 +339,8 @@ def test_bad_data_is_one_line(
 ) -> None:
     path = tmp_path / "d.jsonl"
     path.write_bytes(content)
-    assert says in complaint(capsys, *arguments(target, path, tmp_path / "o"))
+    assert says in complaint(capsys, *arguments(target, path, tmp_path / "o" / "p"))
+    assert not (tmp_path / "o").exists()
 
 
 @pytest.mark.parametrize(
@@ -282,20 +407,22 @@ def test_nan_stops_the_run_and_leaves_the_last_checkpoint(
 
 
 def test_a_full_disk_leaves_the_last_checkpoint(
-    target: Path, data_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    def full(*_: object, **__: object) -> None:
-        raise OSError(28, "No space left on device")
-
+    target: Path, data_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """Wherever in the file the room ends: torch has other errors for that than Python."""
     head = train(target, data_file, tmp_path, "--epochs", 1)
-    before = sorted((path.name, path.stat().st_size) for path in tmp_path.iterdir())
-    monkeypatch.setattr(torch, "save", full)
-    run = arguments(target, data_file, tmp_path / "full", "--init", head)
-    assert "No space left" in complaint(capsys, *run)
-    assert not list((tmp_path / "full").glob("*.pt")) and not list((tmp_path / "full").glob(".*"))
-    files = [path for path in tmp_path.iterdir() if path.is_file()]
-    assert before == sorted((path.name, path.stat().st_size) for path in files)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    size, full = (tmp_path / train_draft.STATE_FILE).stat().st_size, tmp_path / "full"
+    for room in (2000, head.stat().st_size + 1000, size // 2, size - 1000, size - 10):
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
+        try:
+            message = complaint(capsys, *arguments(target, data_file, full, "--init", head))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert "make room" in message and str(full) in message
+        assert {path.name for path in full.iterdir()} <= {"log.jsonl", train_draft.HEAD_FILE}
+    assert before == {path.name: path.read_bytes() for path in tmp_path.iterdir() if path != full}
 
 
 def test_heads_and_runs_of_another_target_are_refused(

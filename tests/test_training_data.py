@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from tiny_training import (
     LLAMA2,
     TEMPLATE,
@@ -23,12 +24,15 @@ from tiny_training import (
 
 import train_draft
 from talon.tokenizer import Tokenizer, load_tokenizer
+from talon.training import batched
+from talon.training.batched import fit_batch
 from talon.training.conversations import (
     Conversation,
     read_conversations,
     read_messages,
     tokenise,
 )
+from talon.training.evaluation import answer_greedily
 from talon.training.self_talk import TalkConfig, make_conversations
 
 
@@ -242,3 +246,30 @@ def test_regenerated_answers_belong_to_the_turns_of_the_file_as_it_is_now(
     (out / train_draft.STATE_FILE).unlink()
     second, asked, prompts = regenerate("rock")
     assert asked and all(ids in prompts for ids in asked) and second != first
+
+
+def test_texts_at_a_time_are_as_many_as_the_memory_has_room_for(
+    capsys: pytest.CaptureFixture,
+) -> None:
+    # LLaMA-2-7B in 16 bit: 512 KB of keys and values a token, on a card that holds 24 GB.
+    config = tiny_config(
+        dim=4096, n_layer=32, n_head=32, n_kv_head=32, head_dim=128, vocab_size=32000
+    )
+    each = 352 * 2**19
+    for available, low, high in ((None, 128, 128), (40 * 10**9, 128, 128), (10**10, 40, 48)):
+        batch = fit_batch(config, 352, 128, torch.bfloat16, available)
+        assert low <= batch <= high and (available is None or batch * each < available)
+    assert f"memory for {batch} texts at a time instead of 128" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="0.10 GB free"):
+        fit_batch(config, 352, 128, torch.bfloat16, 10**8)
+
+
+@pytest.mark.parametrize("room", [1, 3])
+def test_questions_wait_for_a_row_where_memory_is_short(
+    target: Path, monkeypatch: pytest.MonkeyPatch, room: int
+) -> None:
+    model = tiny_target()
+    prompts = [[3, 7, 9], [5, 6], [4] * 9, [8, 2]]
+    whole = answer_greedily(model, prompts, 12)
+    monkeypatch.setattr(batched, "fit_batch", lambda *_: room)
+    assert answer_greedily(model, prompts, 12) == whole

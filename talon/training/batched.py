@@ -11,7 +11,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from model import KVCache, Transformer, TransformerBlock, rope_table, rotate
+from model import KVCache, ModelConfig, Transformer, TransformerBlock, rope_table, rotate
+from talon.cli import note
+from talon.loading import available_memory, gigabytes
 from talon.sampling import SamplingState, perturb
 
 SAMPLING_POOL = 64  # sampled tokens come from this many best ones
@@ -61,14 +63,34 @@ def batched_block(
     return x + layer.feed_forward(layer.ffn_norm(x))
 
 
+def fit_batch(
+    config: ModelConfig, length: int, wanted: int, dtype: torch.dtype, available: int | None
+) -> int:
+    """How many texts of `length` tokens have room in the available bytes; ValueError if none."""
+    c = config
+    cache = 2 * c.n_layer * c.n_kv_head * c.head_dim * length * dtype.itemsize
+    # Attention's scores of a layer, and the logits with what sampling makes of them, in fp32.
+    each = cache + 4 * (3 * c.n_head * length + 8 * c.vocab_size)
+    batch = wanted if available is None else min(wanted, int(0.9 * available) // each)
+    if batch < 1:
+        raise ValueError(
+            f"a text of {length} tokens needs {gigabytes(each)}, but next to the target the device "
+            f"has {gigabytes(available)} free: take a quantised target, or another --device"
+        )
+    if batch < wanted:
+        note(f"memory for {batch} texts at a time instead of {wanted}: {gigabytes(each)} each")
+    return batch
+
+
 class BatchedDecoder:
     """B texts in one batch, a row each; a finished one gives its row to the next at once."""
 
-    def __init__(self, model: Transformer, batch: int, length: int, seed: int = 0) -> None:
-        """length: tokens of the longest text."""
+    def __init__(self, model: Transformer, wanted: int, length: int, seed: int = 0) -> None:
+        """wanted: texts at a time, if there is room for them; length: tokens of the longest."""
         self.model, c, weight = model, model.config, model.norm.weight
         self.device = weight.device
-        self.cache = KVCache(c.n_layer, batch * c.n_kv_head, length, c.head_dim, weight.dtype)
+        self.batch = fit_batch(c, length, wanted, weight.dtype, available_memory(self.device))
+        self.cache = KVCache(c.n_layer, self.batch * c.n_kv_head, length, c.head_dim, weight.dtype)
         self.cache.to(self.device)
         self.table = rope_table(length, c.head_dim, c.rope_theta, c.rope_scaling).to(self.device)
         self.sampling = SamplingState(self.device)

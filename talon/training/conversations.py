@@ -137,8 +137,7 @@ def tokenise(
     """
     stops = [re.escape(tokenizer.decode([i], skip_special=False)) for i in stop_ids]
     end_of_turn = re.compile(rf"\s*({'|'.join(filter(None, stops)) or '(?!)'})")
-    texts: list[str] = []
-    places: list[list[tuple[int, int]]] = []
+    rows: list[tuple[str, list[tuple[int, int]]]] = []  # texts, and where their answers are
     for index, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
@@ -148,20 +147,15 @@ def tokenise(
         except ValueError:
             return "the template refuses it"
         rewritten = prompt[shared(prompt, full) :]
-        if rewritten and messages[index - 1]["content"].strip() in rewritten:
+        if rewritten and messages[index - 1]["content"] in rewritten:
             return "the template rewrites earlier turns"
         found = find_answer(prompt, full, message["content"].strip(), end_of_turn)
         if found is None:
             return "the template changes an answer, or it is empty"
         start, text = found
-        if texts and text.startswith(texts[-1]):
-            texts[-1] = text
-        else:
-            texts.append(text)
-            places.append([])
-        places[-1].append((start, len(text)))
-    rows = zip(texts, places, strict=True)
-    return [locate(text, spans, tokenizer) for text, spans in rows] or "no answer"
+        earlier = rows.pop()[1] if rows and text.startswith(rows[-1][0]) else []
+        rows.append((text, [*earlier, (start, len(text))]))
+    return [locate(text, places, tokenizer) for text, places in rows] or "no answer"
 
 
 def find_answer(

@@ -64,14 +64,15 @@ def answer_greedily(
     """The prompts with the target's answers; an answer ends with the model's own end."""
     decoder = BatchedDecoder(model, len(prompts), max(map(len, prompts)) + new_tokens)
     texts = [Slot(n, deque(ids), start=len(ids)) for n, ids in enumerate(prompts)]
-    slots: list[Slot | None] = list(texts)
+    waiting = iter(texts)
+    slots = [next(waiting, None) for _ in range(decoder.batch)]
     with tqdm(total=len(texts), unit="question", desc="answers") as bar:
         while any(slots):
             for row, token in decoder.step(slots):
                 slot = slots[row]
                 slot.ids.append(token)
                 if token in model.config.eos_ids or len(slot.ids) == slot.start + new_tokens:
-                    slots[row] = None
+                    slots[row] = next(waiting, None)
                     bar.update()
     return [Conversation(slot.ids, [(slot.start, len(slot.ids))]) for slot in texts]
 

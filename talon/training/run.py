@@ -11,11 +11,14 @@ import os
 import random
 import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -32,6 +35,8 @@ STATE_KEYS = {"settings", "source", "step", "tokens", "data", "head", "optimizer
 LENGTH_POOL = 32  # batches that are sorted by length together, so that little padding is computed
 SAVE_EVERY = 500  # steps, as often as the held-out conversations are looked at
 CACHE_BYTES = 2 * 2**30  # features that epochs share
+FORWARD_TOKENS = 512  # answer tokens of a forward, for which a card has room next to the target
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Processes(NamedTuple):
@@ -67,16 +72,22 @@ class TrainingRun:
         scale_inputs(head, self.teacher, self.data)
         self.unrolled = Unrolled(head, borrow(head, model), config).to(self.device)
         self.parallel = self.unrolled
-        if processes.count > 1:
+        if processes.count > 1:  # its buffers never change
             self.parallel = nn.parallel.DistributedDataParallel(
-                self.unrolled, find_unused_parameters=True
+                self.unrolled, find_unused_parameters=True, broadcast_buffers=False
             )
         self.trained = {n: p for n, p in head.named_parameters() if p.requires_grad}
         self.optimizers = build_optimizers(self.trained)
         self.planned = 0, plan_epoch(self.data, config, 0)
         self.steps_per_epoch = len(self.planned[1]) // processes.count
         self.total = config.epochs * self.steps_per_epoch
-        self.step, self.tokens, self.stopping = 0, 0, False
+        if not self.steps_per_epoch:
+            raise ValueError(
+                f"{len(self.data)} conversations are fewer batches than the {processes.count} "
+                "processes: lower --batch_tokens, or start fewer processes"
+            )
+        self.step, self.tokens = 0, 0
+        self.asked_to_stop: float | None = None  # when
         self.started = time.process_time()
 
     @property
@@ -107,11 +118,9 @@ class TrainingRun:
         """One level at first, which is cheap, then all of them, which is what drafting needs."""
         return self.config.unroll if step >= self.config.unroll_from * self.total else 1
 
-    def noise(self, batch: Batch, step: int) -> Tensor:
+    def noise(self, batch: Batch, generator: torch.Generator) -> Tensor:
         """Uniform noise on the features: a drafted feature is never exact, and too little data is
         soon learnt by heart."""
-        number = step * self.processes.count + self.processes.rank
-        generator = torch.Generator().manual_seed((self.config.seed << 32) + number)
         width = sum(x.shape[-1] for x in batch.features)
         noise = torch.rand(batch.ids.numel(), width, generator=generator).sub_(0.5).mul_(2)
         scale = self.head.fc.parametrizations.weight[0].scale[-width:]
@@ -124,31 +133,43 @@ class TrainingRun:
             self.planned = epoch, plan_epoch(self.data, self.config, epoch)
         return [self.data[n] for n in self.planned[1][index * self.processes.count + rank]]
 
-    def batch(self, step: int) -> Batch:
-        """This process's batch of a step. The forwards of a sharded target are common work: who has
-        fewer conversations than another process repeats one."""
+    def batches(self, step: int) -> list[Batch]:
+        """This process's part of a step, as batches that fit into a forward.
+
+        The forwards of a sharded target are common work: who has fewer conversations than another
+        process repeats one."""
         rank, count, sharded = self.processes
         rows = self.rows(step, rank)
-        batch = self.teacher.batch(rows)
+        size = math.ceil(len(rows) / max(1, round(self.config.batch_tokens / FORWARD_TOKENS)))
+        batches = [self.teacher.batch(rows[i : i + size]) for i in range(0, len(rows), size)]
         if sharded:
             most = max(len(self.rows(step, other)) for other in range(count))
             for _ in range(most - len(rows)):
                 self.teacher.run(rows[0].ids)
-        return batch
+        return batches
+
+    def accumulate(self, step: int) -> tuple[float, Tensor]:
+        """Add up the gradients of a step; its loss and its table, as Unrolled.forward gives it."""
+        levels, batches = self.levels(step), self.batches(step)
+        number = step * self.processes.count + self.processes.rank
+        generator = torch.Generator().manual_seed((self.config.seed << 32) + number)
+        loss, table = 0.0, torch.zeros(levels, 4, device=self.device)
+        self.head.zero_grad()
+        for left, batch in enumerate(batches, start=1 - len(batches)):
+            alone = self.processes.count == 1
+            # The processes add up their gradients once, in the last backward.
+            with nullcontext() if alone or not left else self.parallel.no_sync():
+                with self.autocast():
+                    part, counts = self.parallel(batch, levels, self.noise(batch, generator))
+                (part / len(batches)).backward()
+            loss, table = loss + float(part.detach()) / len(batches), table + counts
+        return loss, table
 
     def train_step(self) -> dict:
         """One update. ValueError, before anything is changed, if the loss is not a number."""
-        step, levels = self.step, self.levels(self.step)
-        batch = self.batch(step)
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = self.lr(step) * group["share"]
-        with self.autocast():
-            loss, table = self.parallel(batch, levels, self.noise(batch, step))
-        self.head.zero_grad()
-        loss.backward()
+        step = self.step
+        loss, table = self.accumulate(step)
         norm = float(nn.utils.clip_grad_norm_(self.trained.values(), 1.0))
-        loss = float(loss.detach())
         if not math.isfinite(loss + norm):
             raise ValueError(
                 f"the loss is not finite at step {step} (loss {loss}, gradient {norm}): the last "
@@ -156,10 +177,12 @@ class TrainingRun:
                 "the data"
             )
         for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = self.lr(step) * group["share"]
             optimizer.step()
         self.step += 1
         self.tokens += int(table[0, 0]) * self.processes.count
-        entry = {"lr": rounded(self.lr(step)), "levels": levels, "loss": rounded(loss)}
+        entry = {"lr": rounded(self.lr(step)), "levels": len(table), "loss": rounded(loss)}
         return entry | averages(table)
 
     @torch.no_grad()
@@ -173,7 +196,7 @@ class TrainingRun:
     def log(self, entry: dict) -> None:
         if self.processes.rank == 0:
             cpu_s = {"cpu_s": round(time.process_time() - self.started, 1)}
-            with (self.out / LOG_FILE).open("a", encoding="utf-8") as file:
+            with writing(self.out), (self.out / LOG_FILE).open("a", encoding="utf-8") as file:
                 file.write(json.dumps(self.progress | entry | cpu_s) + "\n")
 
     def save(self) -> None:
@@ -183,7 +206,6 @@ class TrainingRun:
         settings, marks = asdict(self.config), self.marks
         made_by = {"trained_by": "train_draft.py", "target": marks["target"]}
         source = made_by | {"settings": settings}
-        write_head(self.out / HEAD_FILE, self.head, source | self.progress)
         state = self.progress | {
             "settings": settings,
             "source": source,
@@ -193,8 +215,10 @@ class TrainingRun:
             "log_bytes": (self.out / LOG_FILE).stat().st_size,
             "cpu_s": time.process_time() - self.started,
         }
-        with atomic_file(self.out / STATE_FILE) as file:
-            torch.save(state, file)
+        with writing(self.out):
+            write_head(self.out / HEAD_FILE, self.head, source | self.progress)
+            with atomic_file(self.out / STATE_FILE) as file:
+                torch.save(state, file)
 
     def restore(self) -> None:
         """Go on where `save` was called last. ValueError if anything that decides the numbers has
@@ -235,12 +259,15 @@ class TrainingRun:
             os.truncate(log, min(state["log_bytes"], log.stat().st_size))
 
     def train(self) -> None:
-        """Train to the end, or until Ctrl-C, which saves first."""
+        """Train to the end, or until Ctrl-C, SIGTERM or SIGHUP, which save first."""
         rank = self.processes.rank
+        if not self.step and not rank:  # the log of a run that never came to a checkpoint
+            (self.out / LOG_FILE).write_bytes(b"")
         bar = tqdm(total=self.total, initial=self.step, unit="step", disable=rank > 0)
-        previous = signal.signal(signal.SIGINT, self.ask_to_stop)
+        heard = [s for s in STOPS if signal.getsignal(s) is not signal.SIG_IGN]  # as nohup does
+        previous = {number: signal.signal(number, self.ask_to_stop) for number in heard}
         try:
-            while self.step < self.total and not self.stopping:
+            while self.step < self.total and not self.is_to_stop():
                 entry = self.train_step()
                 self.log(entry)
                 bar.update()
@@ -250,20 +277,32 @@ class TrainingRun:
                     if self.held:
                         self.validate()
                     self.save()
+            if self.step < self.total:
+                self.save()
+                raise KeyboardInterrupt
         finally:
-            signal.signal(signal.SIGINT, previous)
+            for number, handler in previous.items():
+                signal.signal(number, handler)
             bar.close()
-        if self.step < self.total:
-            self.save()
-            raise KeyboardInterrupt
 
     def ask_to_stop(self, *_: object) -> None:
         """The first Ctrl-C ends the run after this step; a second one ends it at once, the last
-        checkpoint intact."""
-        if self.stopping:
+        checkpoint intact. torchrun repeats within a moment what its processes have heard."""
+        now = time.monotonic()
+        if self.asked_to_stop is None:
+            self.asked_to_stop = now
+            note("stopping after this step; press Ctrl-C again to stop at once")
+        elif now - self.asked_to_stop > 1:
             raise KeyboardInterrupt
-        self.stopping = True
-        note("stopping after this step; press Ctrl-C again to stop at once")
+
+    def is_to_stop(self) -> bool:
+        """Was any process asked to stop? All of them answer alike, so they stop at one step."""
+        asked = self.asked_to_stop is not None
+        if self.processes.count > 1:
+            votes = torch.tensor(int(asked), device=self.device)
+            dist.all_reduce(votes, op=dist.ReduceOp.MAX)
+            asked = bool(votes)
+        return asked
 
 
 def build_optimizers(trained: dict[str, nn.Parameter]) -> list[torch.optim.Optimizer]:
@@ -297,6 +336,22 @@ def plan_epoch(data: list[Conversation], config: TrainingConfig, epoch: int) -> 
         batches += [pool[i : i + per_batch] for i in range(0, len(pool), per_batch)]
     rng.shuffle(batches)
     return batches
+
+
+@contextmanager
+def writing(out: Path) -> Iterator[None]:
+    """Turn what a full disk brings into a ValueError that says how to go on."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        # torch tells of a short write by the place in its own source.
+        short = "inline_container" in str(error) and "the disk took only a part"
+        if not (reason := getattr(error, "strerror", None) or short):
+            raise
+        raise ValueError(
+            f"the training cannot be written to {out} ({reason}): make room, then go on with "
+            "--resume from the last checkpoint, which is intact"
+        ) from None
 
 
 def read_state(path: Path, device: torch.device) -> dict:

@@ -182,7 +182,7 @@ class SelfTalk:
         """Finished conversations, numbered from `first` on; without end unless the prompts are
         given."""
         numbers = itertools.count(first)
-        slots = [self.open(next(numbers)) for _ in range(self.config.batch)]
+        slots = [self.open(next(numbers)) for _ in range(self.decoder.batch)]
         while any(slots):
             for index, token in self.decoder.step(slots):
                 done = self.advance(slots[index], token)

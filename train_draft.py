@@ -41,16 +41,14 @@ from talon.training.self_talk import TalkConfig, make_conversations
 # On a GPU, updating the head takes longer than reading a few hundred tokens.
 BATCH_TOKENS = {"cpu": 512, "cuda": 4096}
 EVALUATION_FILE, PLOT_FILE = "evaluation.json", "training.png"
+GROUPS = ("the head", "the data", "the training", "the run", "measuring instead")
 BOTH = {"checkpoint_path", "out", "device"}  # what training and measuring read
 MEASURING = {"evaluate", "trees", "new_tokens"}
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = cli.Parser(description=__doc__.partition("\n\n")[0])
-    add_head_options(parser.add_argument_group("the head").add_argument)
-    add_data_options(parser.add_argument_group("the data").add_argument)
-    add_training_options(parser.add_argument_group("the training").add_argument)
-    add_run_options(parser.add_argument_group("the run").add_argument)
+    add_options(parser)
     args = parser.parse_args(argv)
     unused = [
         name
@@ -65,55 +63,45 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
-def add_head_options(add: Callable) -> None:
-    add("--checkpoint_path", type=Path, default=cli.DEMO, help="the target file")
-    families = ("eagle1", "eagle3")
-    add("--head", choices=families, default=TrainingConfig.head, help="its family")
-    add("--out", type=Path, required=True, help="directory: head, log and what --resume needs")
-    add("--draft_vocab_size", type=int, help="tokens it can guess (default: all, at most 32000)")
-    add("--init", type=Path, help="a talon_draft.safetensors to go on from, with a new schedule")
-
-
-def add_data_options(add: Callable) -> None:
-    add("--data", default="self", help="self, or a JSON lines file of conversations")
-    add("--regenerate", action="store_true", help="let the target answer the turns of --data again")
-    made = "how many self or --regenerate makes"
-    add("--answer_tokens", type=number(1, 10**12), default=10**6, help=made)
-    batch = "conversations answered at a time"
-    add("--data_batch", type=number(1, 10**4), default=TalkConfig.batch, help=batch)
-    longest = "tokens; longer conversations are left out (default: 2048)"
-    add("--max_length", type=number(8, 10**9), help=longest)
-
-
-def add_training_options(add: Callable) -> None:
-    for name, low, high, meaning in (
-        ("validation", 0.0, 0.5, "share of conversations held out"),
-        ("epochs", 1, 10**6, "times that every answer is seen"),
-        ("lr", 1e-9, 1.0, "of the matrices; norms and lm_head: a quarter"),
-        ("warmup", 0.0, 1.0, "share of the steps"),
-        ("unroll", 1, 16, "levels of drafting that are trained"),
-        ("unroll_from", 0.0, 1.0, "share of the steps after which they are"),
-        ("feature_weight", 0.0, 1e6, "weight of the feature loss (eagle1)"),
-        ("seed", 0, 2**31 - 1, "of the order, the noise and the weights at the start"),
-    ):
-        default = getattr(TrainingConfig, name)
-        add(f"--{name}", type=number(low, high), default=default, help=meaning)
+def add_options(parser: cli.Parser) -> None:
+    groups = [parser.add_argument_group(name).add_argument for name in GROUPS]
+    head, data, training, run, measuring = groups
+    c = TrainingConfig
+    head("--checkpoint_path", type=Path, default=cli.DEMO, help="the target file")
+    head("--head", choices=("eagle1", "eagle3"), default=c.head, help="its family")
+    head("--out", type=Path, required=True, help="directory: head, log and what --resume needs")
+    head("--draft_vocab_size", type=int, help="tokens it can guess (default: all, at most 32000)")
+    head("--init", type=Path, help="a talon_draft.safetensors to go on from, with a new schedule")
+    data("--data", default="self", help="self, or a JSON lines file of conversations")
+    again = "let the target answer the turns of --data again"
+    data("--regenerate", action="store_true", help=again)
+    instead = "do not train: measure the head in --out on these questions"
+    measuring("--evaluate", type=Path, metavar="QUESTIONS", help=instead)
     step = " or ".join(f"{count} on {device}" for device, count in BATCH_TOKENS.items())
-    add("--batch_tokens", type=number(1, 10**9), help=f"answer tokens of a step (default: {step})")
-
-
-def add_run_options(add: Callable) -> None:
-    add("--device", default="auto", help="auto, cpu or cuda")
+    for add, name, default, low, high, meaning in (
+        (data, "answer_tokens", 10**6, 1, 10**12, "how many self or --regenerate makes"),
+        (data, "data_batch", TalkConfig.batch, 1, 10**4, "conversations answered at a time"),
+        (data, "max_length", None, 8, 10**9, "tokens of a conversation at most (default: 2048)"),
+        (data, "validation", c.validation, 0.0, 0.5, "share of conversations held out"),
+        (training, "epochs", c.epochs, 1, 10**6, "times that every answer is seen"),
+        (training, "batch_tokens", None, 1, 10**9, f"answer tokens of a step (default: {step})"),
+        (training, "lr", c.lr, 1e-9, 1.0, "of the matrices; norms and lm_head: a quarter"),
+        (training, "warmup", c.warmup, 0.0, 1.0, "share of the steps"),
+        (training, "unroll", c.unroll, 1, 16, "levels of drafting that are trained"),
+        (training, "unroll_from", c.unroll_from, 0.0, 1.0, "share of the steps with only one"),
+        (training, "feature_weight", c.feature_weight, 0.0, 1e6, "of the feature loss (eagle1)"),
+        (training, "seed", c.seed, 0, 2**31 - 1, "of the order, the noise and the first weights"),
+        (measuring, "new_tokens", 128, 2, 10**5, "of an answer"),
+    ):
+        add(f"--{name}", type=number(low, high), default=default, help=meaning)
+    run("--device", default="auto", help="auto, cpu or cuda")
     precision = "of the target; in bf16 the head trains under autocast"
-    add("--dtype", choices=("fp32", "bf16"), default=TrainingConfig.dtype, help=precision)
+    run("--dtype", choices=("fp32", "bf16"), default=c.dtype, help=precision)
     sharding = "under torchrun: spread the target over the GPUs (FSDP); each loads it whole first"
-    add("--shard_target", action="store_true", help=sharding)
-    add("--resume", action="store_true", help="go on with the run in --out")
-    measuring = "do not train: measure the head in --out on these questions"
-    add("--evaluate", type=Path, metavar="QUESTIONS", help=measuring)
+    run("--shard_target", action="store_true", help=sharding)
+    run("--resume", action="store_true", help="go on with the run in --out")
     trees = ["chain:4", "dynamic:nodes=32,levels=6,top_k=8"]
-    add("--trees", nargs="+", default=trees, help="for --evaluate")
-    add("--new_tokens", type=number(2, 10**5), default=128, help="of an answer, for --evaluate")
+    measuring("--trees", nargs="+", default=trees, help="what the head grows")
 
 
 def number(low: float, high: float) -> Callable[[str], float]:

@@ -24,10 +24,9 @@ from pathlib import Path
 
 import torch
 
-from model import ModelConfig
 from talon.cli import DEMO, Parser, check_output, note, run
-from talon.decoder import Decoder, in_step
-from talon.loading import DTYPES, device_name, find_tokenizer, fit_context, pick_device, read_kind
+from talon.decoder import Decoder
+from talon.loading import DTYPES, device_name, fit_context, open_files, pick_device
 from talon.measuring.methods import (
     NAMES,
     TREES,
@@ -66,7 +65,7 @@ from talon.measuring.roofline import (
 from talon.prompts import BUILT_IN, encode_question, made_up_prompts, read_questions, spread
 from talon.records import bytes_per_round, project_commit
 from talon.sampling import SamplingConfig
-from talon.tuning.costs import head_costs, row_costs
+from talon.tuning.costs import head_costs, row_costs, take_turns
 
 ROWS = (1, 2, 4, 8, 16, 24, 26, 32, 48, 64)
 
@@ -89,7 +88,7 @@ def measure(
             note(f"warming up {method.name} at temperature {temperature:g} ...")
             sampling = SamplingConfig(temperature, seed=args.seed)
             if isinstance(method, TalonMethod):  # the rounds of a fallback too
-                method.decoders[temperature].warm_up(sampling.kind)
+                method.decoders[temperature].warm_up(sampling)
             run_in_turns([method], prompts[0], sampling, min(8, args.max_new_tokens), stop_ids)
     for repeat in range(args.repeats):
         for number, ids in enumerate(prompts):
@@ -122,7 +121,7 @@ def run_in_turns(
     if len(group) > 1 and group[0].decoders[sampling.temperature].device.type == "cuda":
         return [run_in_turns([one], ids, sampling, budget, stop_ids)[0] for one in group]
     texts = [method.start(ids, sampling, budget, stop_ids) for method in group]
-    for _ in in_step(texts):
+    for _ in take_turns(texts):
         pass
     return [method.finish(text) for method, text in zip(group, texts, strict=True)]
 
@@ -268,8 +267,8 @@ def read_prompts(args: Namespace) -> tuple[list[list[int]], list[str]]:
     --bad_questions says.
     """
     path = (args.checkpoint_path or [DEMO])[0]
-    config = ModelConfig.from_dict(read_kind(path, "target").config)
-    tokenizer = find_tokenizer(path.parent, config)
+    files = open_files(path)
+    config, tokenizer = files.config, files.tokenizer
     limit = fit_context(args.max_seq_length, config, 10**9) - args.max_new_tokens
     if tokenizer is None and args.questions == BUILT_IN:
         note("note: no tokenizer beside the checkpoint: made-up ids stand in for the prompts")

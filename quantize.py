@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from model import KVCache, ModelConfig, RMSNorm, TransformerBlock, causal_mask, rope_table
+from model import KVCache, ModelConfig, Place, RMSNorm, TransformerBlock, causal_mask, rope_table
 from talon.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from talon.cli import Parser, check_output, run
 from talon.kernels.linear import (
@@ -120,7 +120,7 @@ def run_blocks(checkpoint: Checkpoint, windows: list[Tensor], watch: Watch | Non
         for at, x in enumerate(states):
             slots = torch.arange(len(x))
             mask = causal_mask(torch.zeros(1, dtype=torch.int64), len(x), slots)
-            states[at] = block(x, table[:, : len(x)], slots, mask, kv)
+            states[at] = block(x, Place(table[:, : len(x)], slots, mask), kv)
     norm = RMSNorm(config.dim, config.norm_eps)
     norm.weight.copy_(checkpoint.tensor("norm.weight"))
     return [norm(x) for x in states]

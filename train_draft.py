@@ -23,12 +23,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
-from eagle_draft import DraftConfig
 from model import ModelConfig, Transformer
 from talon import cli
 from talon.checkpoint import Checkpoint, atomic_file
 from talon.cli import note
-from talon.loading import find_tokenizer, fit_tree, load_head, load_target, pick_device, read_kind
+from talon.loading import fit_tree, load_head, load_target, open_files, pick_device, read_file
 from talon.prompts import read_prompts
 from talon.tokenizer import Tokenizer
 from talon.training.conversations import Conversation, read_conversations
@@ -37,6 +36,7 @@ from talon.training.head import build_head, draft_vocabulary, head_config, read_
 from talon.training.losses import TrainingConfig
 from talon.training.run import HEAD_FILE, LOG_FILE, STATE_FILE, Processes, TrainingRun
 from talon.training.self_talk import TalkConfig, make_conversations
+from talon.trees import parse_tree
 
 # On a GPU, updating the head takes longer than reading a few hundred tokens.
 BATCH_TOKENS = {"cpu": 512, "cuda": 4096}
@@ -151,7 +151,7 @@ def check_run(args: argparse.Namespace, file: Checkpoint, processes: Processes) 
     if args.out == Path():
         raise ValueError("--out is the current directory: give one of its own")
     if args.init is not None:
-        read_kind(args.init, "draft")
+        read_file(args.init, "draft")
     if args.data == "self" and args.regenerate:
         raise ValueError("--regenerate answers the turns of a file: give it as --data FILE")
     if args.data != "self" and not Path(args.data).is_file():
@@ -216,25 +216,24 @@ def run_folder(out: Path) -> Iterator[None]:
 
 def start_run(args: argparse.Namespace, processes: Processes, device: torch.device) -> TrainingRun:
     """Load, make or read the data, and set up the run."""
-    file = read_kind(args.checkpoint_path, "target")
-    config = training_config(args, ModelConfig.from_dict(file.config), device)
-    sizes = head_config(ModelConfig.from_dict(file.config), config)
-    check_run(args, file, processes)
+    files = open_files(args.checkpoint_path)
+    config = training_config(args, files.config, device)
+    sizes = head_config(files.config, config)
+    check_run(args, files.target, processes)
     dtype = torch.bfloat16 if args.dtype == "bf16" else torch.float32
     start = torch.device("cpu") if args.shard_target else device
-    model = load_target(file, start, dtype, pack_for=device)
+    model = load_target(files, start, dtype, pack_for=device)
     model.requires_grad_(False)
     if args.shard_target:
         model = shard(model, device)
-    tokenizer = find_tokenizer(file.path.parent, model.config)
     # One process makes what all of them read; the others wait, however long that takes.
     waiting = None
     if processes.count > 1:
         waiting = dist.new_group(backend="gloo", timeout=timedelta(days=30))
-    data = processes.rank == 0 and load_data(args, model, tokenizer)
+    data = processes.rank == 0 and load_data(args, model, files.tokenizer)
     if waiting:
         dist.barrier(waiting)
-    data = data or load_data(args, model, tokenizer)
+    data = data or load_data(args, model, files.tokenizer)
     ids = draft_vocabulary(data, sizes.vocab_size, sizes.draft_vocab_size)
     if args.init:
         head = read_head(args.init, model, config, ids if args.draft_vocab_size else None)
@@ -298,32 +297,30 @@ def evaluate(args: argparse.Namespace) -> int:
     """Measure the head in --out on questions, for each tree of --trees, and write what it comes to
     into the same folder."""
     device = pick_device(args.device)
-    file = read_kind(args.checkpoint_path, "target")
-    head_file = read_kind(args.out / HEAD_FILE, "draft")
-    trees = [fit_tree(text, DraftConfig.from_dict(head_file.config)) for text in args.trees]
+    files = open_files(args.checkpoint_path, args.out / HEAD_FILE)
+    trees = [fit_tree(parse_tree(text), files.head_config) for text in args.trees]
     if any(not tree.needs_head or tree.lookup for tree in trees):
         raise ValueError("--trees measures the head: give chains, static and dynamic trees alone")
     if not args.evaluate.is_file():
         raise ValueError(f"{args.evaluate} is no file: give --evaluate a question.jsonl")
-    config = ModelConfig.from_dict(file.config)
-    tokenizer = find_tokenizer(file.path.parent, config)
-    if tokenizer is None:
+    if files.tokenizer is None:
         raise ValueError(
-            f"no tokenizer lies next to {file.path}: questions are text, copy tokenizer.json there"
+            f"no tokenizer lies next to {args.checkpoint_path}: questions are text, copy "
+            "tokenizer.json there"
         )
-    prompts = read_prompts(args.evaluate, tokenizer)
-    room = config.max_seq_length - max(map(len, prompts))
+    prompts = read_prompts(args.evaluate, files.tokenizer)
+    room = files.config.max_seq_length - max(map(len, prompts))
     if args.new_tokens > room:
         raise ValueError(
             f"new_tokens {args.new_tokens} do not fit behind the longest question: the context of "
-            f"{config.max_seq_length} leaves {max(room, 0)}"
+            f"{files.config.max_seq_length} leaves {max(room, 0)}"
         )
-    model = load_target(file, device, torch.float32)
-    head = load_head(head_file, model, device, torch.float32)
+    model = load_target(files, device, torch.float32)
+    head = load_head(files, model, device, torch.float32)
     measured = {
         "questions": args.evaluate.name,
         "new_tokens": args.new_tokens,
-        "head": head_file.source,
+        "head": files.head.source,
     } | measure_acceptance(model, head, prompts, args.new_tokens, trees)
     with atomic_file(args.out / EVALUATION_FILE) as target:
         target.write(json.dumps(measured, indent=1).encode() + b"\n")

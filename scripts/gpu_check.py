@@ -264,7 +264,7 @@ def check_decoding(
         decoder = Decoder(
             model, plan.context, head if tree.needs_head else None, tree, compile=plan.compile
         )
-        decoder.warm_up("greedy")
+        decoder.warm_up(SamplingConfig())
         compile_s = time.perf_counter() - started
         row = {
             "mode": mode or str(dtype).removeprefix("torch."),
@@ -292,7 +292,7 @@ def check_decoding(
 def decode(decoder: Decoder, count: int, row: dict) -> list[int]:
     """Decode twice, keep the second run's numbers in `row`."""
     for _ in range(2):
-        decoder.cached = []
+        decoder.forget()
         generation = Generation(decoder, [0, 1, 2], SamplingConfig(), count)
         for _ in generation:
             pass
@@ -317,7 +317,7 @@ def count_launches(decoder: Decoder, count: int) -> dict:
     """
     if decoder.device.type != "cuda":
         return {"replays_per_round": None, "launches_per_round": None, "waits_per_round": None}
-    decoder.cached = []
+    decoder.forget()
     generation = Generation(decoder, [0, 1, 2], SamplingConfig(), count)
     steps = iter(generation)
     next(steps)  # the prefill

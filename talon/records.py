@@ -29,15 +29,14 @@ def compilations() -> int:
 
 
 def bytes_per_round(decoder: Decoder, committed: float) -> float:
-    """Weights and cache rows that one round reads: the target once, the head once per level and
-    once to catch up.
-    """
+    """Weights and cached keys and values that one round reads: the target once, the head once per
+    level and once to catch up."""
     model, tree = decoder.model, decoder.tree
     weights = sum(module_bytes(module) for module in (model.layers, model.output))
     row = decoder.cache.data[:, :, :, 0].numel() * decoder.cache.data.itemsize
     total = weights + committed * row
-    if tree.needs_head:
-        head, cache = decoder.drafter.head, decoder.drafter.cache
+    if decoder.drafter.stage is not None:
+        head, cache, *_ = decoder.drafter.stage
         row = cache.data[:, :, :, 0].numel() * cache.data.itemsize
         layer = sum(module_bytes(module) for module in (head.fc, head.layer))
         total += tree.levels * (layer + module_bytes(head.output) + committed * row)
@@ -51,8 +50,7 @@ def module_bytes(module: nn.Module) -> int:
 
 def sample_record(run: Generation, text: str | None) -> dict:
     """What --json says of one sample; seconds, bytes and tokens. `text` is None without a
-    tokenizer.
-    """
+    tokenizer."""
     decoder, stats = run.decoder, run.stats
     speed = stats.emitted / stats.decode_s if stats.decode_s else 0.0
     middle = len(run.ids) + len(run.tokens) / 2
@@ -67,7 +65,6 @@ def sample_record(run: Generation, text: str | None) -> dict:
         "decode_s": stats.decode_s,
         "tokens_per_s": speed,
         "rounds": stats.rounds,
-        "plain_rounds": stats.plain_rounds,
         "acceptance_length": stats.acceptance_length,
         "accepted_by_depth": stats.accepted_by_depth,
         "draft_s": stats.draft_s,
@@ -82,8 +79,7 @@ def describe(record: dict, drafting: bool) -> str:
     line = (
         f"{len(record['tokens'])} tokens ({record['stop_reason']}), "
         f"first token after {record['prefill_s']:.2f} s, then {record['tokens_per_s']:.1f} "
-        "tokens/s, "
-        f"{record['bandwidth_bytes_per_s'] / 1e9:.1f} GB/s, peak memory "
+        f"tokens/s, {record['bandwidth_bytes_per_s'] / 1e9:.1f} GB/s, peak memory "
         f"{gigabytes(record['peak_memory_bytes'])}"
     )
     if not drafting or not record["rounds"]:
@@ -92,8 +88,7 @@ def describe(record: dict, drafting: bool) -> str:
     by_depth = " ".join(f"{count / record['rounds']:.2f}" for count in record["accepted_by_depth"])
     return (
         f"{line}\nacceptance length {record['acceptance_length']:.2f} over {record['rounds']} "
-        "rounds "
-        f"(share accepted by depth: {by_depth or 'none'}); draft {record['draft_s']:.2f} s, "
+        f"rounds (share accepted by depth: {by_depth or 'none'}); draft {record['draft_s']:.2f} s, "
         f"verify {record['verify_s']:.2f} s, rest {rest:.2f} s"
     )
 

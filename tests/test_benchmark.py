@@ -16,6 +16,7 @@ from tiny import GOLDEN, converted, cycle_table, random_model, table_head, table
 import benchmark
 import gpu_check
 from model import ModelConfig
+from talon import loading
 from talon.decoder import Decoder
 from talon.measuring import methods as peers
 from talon.measuring import roofline
@@ -63,7 +64,6 @@ METHOD = {
     "first_token_s": float,
     "tokens": int,
     "rounds": int,
-    "plain_rounds": int,
     "acceptance_length": float,
     "accepted_by_depth": list,
     "draft_ms": float | None,
@@ -259,13 +259,6 @@ def test_targets_of_one_name_are_told_apart(files, tmp_path, capsys):
         run(files, "--checkpoint_path", str(files[0]))
 
 
-def test_the_readme_shows_the_results_that_are_in_docs():
-    report = json.loads((ROOT / "docs" / "results.json").read_text())
-    check_report(report)
-    assert report["methods"] and report["row_costs"] and "dirty" not in report["commit"]
-    assert f"{BEGIN}\n{readme_section(report)}\n{END}" in (ROOT / "README.md").read_text()
-
-
 def test_the_row_cost_curve_can_be_measured_alone(files, tmp_path, capsys):
     assert run(files, "--no_decoding", "--out", str(tmp_path)) == 0
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -387,7 +380,7 @@ class Words:
 
 
 def prompts_from(files, path, monkeypatch, *extra):
-    monkeypatch.setattr(benchmark, "find_tokenizer", lambda *_: Words())
+    monkeypatch.setattr(loading, "find_tokenizer", lambda *_: Words())
     args = benchmark.parse_args(
         ["--checkpoint_path", str(files[0]), "--questions", str(path), *extra]
     )
@@ -743,7 +736,7 @@ def test_a_method_reports_its_own_tree_and_memory():
     assert method.memory_bytes > sum(p.numel() * 4 for p in layers.parameters())
 
 
-def test_methods_of_one_target_go_through_a_text_in_step(monkeypatch):
+def test_methods_of_one_target_take_turns_in_a_text(monkeypatch):
     order, launch = [], Decoder.launch
     methods = [chain_method("a", "chain:3"), chain_method("b", "chain:1")]
     names = {id(method.decoders[0.0]): method.name for method in methods}

@@ -11,7 +11,7 @@ from eagle_draft import DraftConfig, DraftHead
 from model import ModelConfig, Transformer
 from talon.checkpoint import Checkpoint, TensorSpec
 from talon.kernels.linear import LINEARS
-from talon.loading import MemoryPlan, plan_memory
+from talon.loading import Files, MemoryPlan, plan_memory
 from talon.trees import parse_tree
 
 RTX_3090 = 24 * 2**30 - 600 * 2**20  # what a display-free card leaves to a program
@@ -38,8 +38,9 @@ def plan_13b(mode: str | None, head_mode: str | None, context: int) -> MemoryPla
     with torch.device("meta"):
         target = headers(Transformer(LLAMA2_13B), "target", LLAMA2_13B, mode)
         head = headers(DraftHead(HEAD_13B), "draft", HEAD_13B, head_mode)
+    files = Files(target, LLAMA2_13B, None, head, HEAD_13B)
     tree = parse_tree("dynamic:nodes=60,levels=8,top_k=10")
-    return plan_memory(target, head, context, tree, torch.bfloat16, RTX_3090)
+    return plan_memory(files, context, tree, torch.bfloat16, RTX_3090)
 
 
 @pytest.mark.parametrize("head_mode", [None, "int8"])

@@ -33,7 +33,7 @@ from quantize import quantize_checkpoint
 from talon.checkpoint import read_checkpoint
 from talon.decoder import Decoder, Generation
 from talon.kernels.linear import Int8Linear
-from talon.loading import load_head, load_target, read_kind
+from talon.loading import load_head, load_target, open_files
 from talon.sampling import SamplingConfig
 from talon.tokenizer import load_tokenizer
 from talon.training.head import build_head, head_config
@@ -62,14 +62,15 @@ def test_data_training_and_decoding_end_to_end(target: Path, tmp_path: Path, fam
     rows = [json.loads(line) for line in (tmp_path / "self.jsonl").read_text().splitlines()]
     assert sum(end - start for row in rows for start, end in row["spans"]) >= 600
     assert len({tuple(row["ids"]) for row in rows}) == len(rows)
-    model = load_target(read_kind(target, "target"), torch.device("cpu"), torch.float32)
-    head = load_head(read_kind(path, "draft"), model, torch.device("cpu"), torch.float32)
+    files = open_files(target, path)
+    model = load_target(files, torch.device("cpu"), torch.float32)
+    head = load_head(files, model, torch.device("cpu"), torch.float32)
     prompt = rows[0]["ids"][: rows[0]["spans"][0][0]]
     texts = []
     for drafting in ((), (head, chain(3)), (head, dynamic_tree(nodes=9, levels=3, top_k=3))):
         decoder = Decoder(model, 200, *drafting, compile=False)
         generation = Generation(decoder, prompt, SamplingConfig(), 40)
-        texts.append([token for part in generation for token in part])
+        texts.append([token for token, _ in generation])
     assert texts[0] == texts[1] == texts[2]
 
 
@@ -81,8 +82,9 @@ def test_a_quantised_target_trains_a_head(target: Path, tmp_path: Path, family: 
         shutil.copy(path, tmp_path)
     made = ["--answer_tokens", 300, "--data_batch", 4, "--epochs", 1]
     path = train(quantised, "self", tmp_path / "out", *made, "--head", family)
-    model = load_target(read_kind(quantised, "target"), torch.device("cpu"), torch.float32)
-    head = load_head(read_kind(path, "draft"), model, torch.device("cpu"), torch.float32)
+    files = open_files(quantised, path)
+    model = load_target(files, torch.device("cpu"), torch.float32)
+    head = load_head(files, model, torch.device("cpu"), torch.float32)
     assert isinstance(head.output, nn.Linear if family == "eagle3" else Int8Linear)
 
 
@@ -96,8 +98,9 @@ def test_the_file_written_has_the_trainers_logits(
     names = set(read_checkpoint(path).specs)
     assert ("output.weight" in names) == (family == "eagle3")
     assert "tok_embeddings.weight" not in names
-    model = load_target(read_kind(target, "target"), torch.device("cpu"), torch.float32)
-    head = load_head(read_kind(path, "draft"), model, torch.device("cpu"), torch.float32)
+    files = open_files(target, path)
+    model = load_target(files, torch.device("cpu"), torch.float32)
+    head = load_head(files, model, torch.device("cpu"), torch.float32)
     state = torch.load(tmp_path / "run" / train_draft.STATE_FILE, weights_only=True)
     unscaled = state["head"]["fc.parametrizations.weight.original"]
     assert state["step"] > 0 and not torch.equal(unscaled, head.fc.weight)
@@ -304,8 +307,9 @@ def test_acceptance_is_what_decoding_reaches(
     assert train_draft.main([str(x) for x in command]) == 0
     report = json.loads((tmp_path / "evaluation.json").read_text())
     assert report["not_the_choice_again"] == 0
-    model = load_target(read_kind(target, "target"), torch.device("cpu"), torch.float32)
-    head = load_head(read_kind(path, "draft"), model, torch.device("cpu"), torch.float32)
+    files = open_files(target, path)
+    model = load_target(files, torch.device("cpu"), torch.float32)
+    head = load_head(files, model, torch.device("cpu"), torch.float32)
     tokenizer = load_tokenizer(target.parent)
     for result, tree in zip(report["trees"], (chain(3), dynamic_tree(8, 3, 3)), strict=True):
         rounds = emitted = 0

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from tiny_training import HEADS, VOCAB, random_data, tiny_target, training_config
 
 from eagle_draft import DraftHead
-from model import Attention, KVCache, Transformer, causal_mask, rope_table
+from model import Attention, KVCache, Place, Transformer, causal_mask, rope_table
 from talon.training.conversations import Conversation
 from talon.training.head import borrow, build_head, head_config
 from talon.training.losses import Batch, Teacher, Unrolled, ahead
@@ -75,17 +75,15 @@ def test_unrolled_levels_give_the_logits_that_decoding_gives(family: str) -> Non
         fused = head.fuse([x[0] for x in batch.features])
         for entry in range(15):
             rows = torch.arange(entry + 1)
-            mask = causal_mask(start, entry + 1, slots)
-            tokens, features = ids[1 : entry + 2], fused[: entry + 1]
-            hidden = head(tokens, features, table[:, rows], rows, mask, kv.layer(0))[-1:]
+            place = Place(table[:, rows], rows, causal_mask(start, entry + 1, slots))
+            hidden = head(ids[1 : entry + 2], fused[: entry + 1], place, kv.layer(0))[-1:]
             torch.testing.assert_close(
                 head.logits(hidden)[0], trained[0][entry], atol=1e-4, rtol=1e-4
             )
             for level in (1, 2):
                 at = torch.tensor([entry + level])
-                hidden = head(
-                    ids[at + 1], hidden, table[:, at], at, slots[None] <= at[:, None], kv.layer(0)
-                )
+                place = Place(table[:, at], at, slots[None] <= at[:, None])
+                hidden = head(ids[at + 1], hidden, place, kv.layer(0))
                 torch.testing.assert_close(
                     head.logits(hidden)[0], trained[level][entry], atol=1e-4, rtol=1e-4
                 )
@@ -93,9 +91,7 @@ def test_unrolled_levels_give_the_logits_that_decoding_gives(family: str) -> Non
 
 def plain_attention(head: DraftHead) -> Attention:
     c, old = head.config, head.layer.attention
-    new = Attention(
-        old.wqkv.in_features, c.dim, c.n_head, c.n_kv_head, c.head_dim, c.qkv_bias, c.o_bias
-    )
+    new = Attention(c, old.wqkv.in_features)
     new.load_state_dict(old.state_dict())
     return new
 
@@ -111,7 +107,7 @@ def test_the_teacher_reads_what_decoding_reads(family: str) -> None:
     mask = causal_mask(torch.zeros(1, dtype=torch.int64), n, torch.arange(n))
     for i, layer in enumerate(model.layers):
         streams.append(x)
-        x = layer(x, table, torch.arange(n), mask, kv.layer(i))
+        x = layer(x, Place(table, torch.arange(n), mask), kv.layer(i))
     final = model.norm(x)
     wanted = [final] if family == "eagle1" else [streams[2], streams[3], streams[4]]
     for mine, right in zip(batch.features, wanted, strict=True):

@@ -29,7 +29,7 @@ from talon.tuning import acceptance
 from talon.tuning import choice as tuning
 from talon.tuning.acceptance import Recording
 from talon.tuning.choice import Candidate, Choice, Racer
-from talon.tuning.costs import Costs, interpolate, medians
+from talon.tuning.costs import Costs, interpolate, medians, take_turns
 
 PROMPTS = [[1, 2, 3], [5, 6, 9, 2], [7, 3]]
 GREEDY = SamplingConfig()
@@ -54,15 +54,15 @@ def measured(tree, sampling) -> float:
     """Mean accepted nodes of the rounds that really decode the same texts."""
     model, head = noisy_pair()
     decoder = Decoder(model, 400, head, tree, compile=False)
-    decoder.sampling.set(sampling)
+    pick = decoder.picks.set(sampling)
     accepted = []
     for ids in PROMPTS:
         with torch.inference_mode():
-            decoder.prefill(ids, 0, sampling.kind)
+            decoder.prefill(ids, 0, pick)
             at = 0
             while at < 100:
-                decoder.round(decoder.slots(len(ids) + at + 80), sampling.kind)
-                accepted.append(int(decoder.report[0]) - 1)
+                decoder.round(decoder.at(len(ids) + at + 80), pick)
+                accepted.append(int(decoder.result[0]) - 1)
                 at += accepted[-1] + 1
     return float(np.mean(accepted))
 
@@ -262,11 +262,11 @@ class Slow:
             yield self.tokens
 
 
-def test_texts_go_in_step_on_a_cpu_and_one_after_another_on_a_gpu():
+def test_texts_take_turns_on_a_cpu_and_one_after_another_on_a_gpu():
     for device, order in (("cpu", "abaabaaba"), ("cuda", "aaaaaabbb")):
         seen: list[str] = []
         texts = [Slow("a", 6, 1, seen, device), Slow("b", 6, 2, seen, device)]
-        turns = list(tuning.in_step(texts))
+        turns = list(take_turns(texts))
         assert "".join(seen) == order and "".join("ab"[i] for i in turns) == order
 
 
@@ -320,7 +320,6 @@ def test_a_whole_tuning_names_a_tree_that_decodes_the_same_ids(kind):
     assert choice.gain > 0 and choice.break_even >= 1
     draft = head if choice.tree.needs_head else None
     decoder = Decoder(model, 300, draft, choice.tree, compile=False)
-    decoder.fall_back_below(choice.break_even)
     assert decode(decoder, [4, 4], 150, sampling).tokens == (
         decode(Decoder(model, 300, compile=False), [4, 4], 150, sampling).tokens
     )
@@ -444,7 +443,7 @@ def test_a_library_load_uses_the_preset_and_then_what_was_measured(files, monkey
     calls = fixed_choice(monkeypatch, "chain:2")
     assert load(*files, compile=False, max_seq_length=64).card["tree"] == "static" and not calls
     engine = load(*files, compile=False, max_seq_length=64, tune="once")
-    assert engine.decoder.tree == parse_tree("chain:2") and engine.decoder.pace.break_even == 1.3
+    assert engine.decoder.tree == parse_tree("chain:2")
     assert (
         load(*files, compile=False, max_seq_length=64).card["tree"] == "chain:2" and len(calls) == 1
     )

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from eagle_draft import DraftConfig, DraftHead
-from model import causal_mask, rope_table
+from model import Place, causal_mask, rope_table
 from talon.checkpoint import Checkpoint, TensorSpec, read_checkpoint, write_safetensors
 from talon.formats.head_import import LAYER_IDS, NORM_FLAGS, plan_head
 from talon.formats.hf_config import listed
@@ -282,7 +282,8 @@ def sample_logits(c: DraftConfig, tensors: dict[str, Tensor], rows: int = 8) -> 
     kv = torch.zeros(2, c.n_kv_head, rows, c.head_dim)
     table = rope_table(rows, c.head_dim, c.rope_theta, c.rope_scaling)
     mask = causal_mask(slots[:1], rows, slots)
-    return head.logits(head(slots % c.vocab_size, head.fuse(features), table, slots, mask, kv))
+    place = Place(table, slots, mask)
+    return head.logits(head(slots % c.vocab_size, head.fuse(features), place, kv))
 
 
 def same_bytes(a: Tensor, b: Tensor) -> bool:

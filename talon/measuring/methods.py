@@ -17,19 +17,19 @@ from talon.cli import DEMO, note
 from talon.decoder import Decoder, Generation
 from talon.loading import (
     device_name,
-    find_tokenizer,
     fit_tree,
     load_head,
     load_target,
+    open_files,
     pick_device,
     pick_dtype,
     precision_name,
-    read_kind,
 )
 from talon.prompts import tuning_prompts
 from talon.records import bytes_per_round, module_bytes, peak_memory
 from talon.sampling import SamplingConfig
 from talon.tokenizer import Tokenizer
+from talon.trees import parse_tree
 from talon.tuning.choice import settle
 
 TREES = ("chain:3", "static", "dynamic:nodes=24,levels=5,top_k=8")
@@ -49,7 +49,6 @@ class Run:
     accepted_by_depth: list[int] = field(default_factory=list)
     draft_s: float = 0.0
     verify_s: float = 0.0
-    plain_rounds: int = 0
     moved_bytes: float = 0.0  # read by all rounds together, as far as known
     peak_memory_bytes: int = 0
 
@@ -70,7 +69,7 @@ class TalonMethod:
         self, ids: list[int], sampling: SamplingConfig, budget: int, stop_ids: frozenset[int]
     ) -> Generation:
         decoder = self.decoders[sampling.temperature]
-        decoder.cached = []  # every prompt is timed with its own prefill
+        decoder.forget()  # every prompt is timed with its own prefill
         if decoder.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(decoder.device)
         return Generation(decoder, ids, sampling, budget, stop_ids)
@@ -87,7 +86,6 @@ class TalonMethod:
             stats.accepted_by_depth,
             stats.draft_s,
             stats.verify_s,
-            stats.plain_rounds,
             bytes_per_round(decoder, middle) * stats.rounds,
             peak_memory(decoder.device),
         )
@@ -96,8 +94,9 @@ class TalonMethod:
 def held_bytes(decoder: Decoder) -> int:
     """Of the weights and caches that a decoder holds."""
     held = [decoder.model, decoder.cache]
-    if decoder.tree.needs_head:
-        held += [decoder.drafter.head.layer, decoder.drafter.cache]
+    if decoder.drafter.stage is not None:
+        head, cache, *_ = decoder.drafter.stage
+        held += [head.layer, cache]
     return sum(map(module_bytes, held))
 
 
@@ -118,17 +117,16 @@ def load_all(args: Namespace) -> list[Loaded]:
     where, loaded = pick_device(args.device), []
     precision = pick_dtype(args.dtype, where)
     for path in args.checkpoint_path or [DEMO]:
-        file = read_kind(path, "target")
-        model = load_target(file, where, precision)
+        files = open_files(path)
+        model = load_target(files, where, precision)
         heads = {}
         for head_path in args.draft_checkpoint_path or []:
-            head_file = read_kind(head_path, "draft")
-            heads[head_name(head_path, heads)] = load_head(head_file, model, where, precision)
-        name = numbers = precision_name(file, precision)
+            head = load_head(files.with_head(head_path), model, where, precision)
+            heads[head_name(head_path, heads)] = head
+        name = numbers = precision_name(files.target, precision)
         if any(name == other.name for other in loaded):
-            name = f"{name} ({file.path})"
-        tokenizer = find_tokenizer(file.path.parent, model.config)
-        loaded.append(Loaded(name, model, heads, file.path, numbers, tokenizer))
+            name = f"{name} ({path})"
+        loaded.append(Loaded(name, model, heads, path, numbers, files.tokenizer))
     return loaded
 
 
@@ -165,7 +163,7 @@ def make_decoders(
     if text == "auto":
         return {t: auto_decoder(args, target, index, t, context) for t in args.temperature}
     head = None if index is None else list(target.heads.values())[index]
-    tree = fit_tree(text, head and head.config)
+    tree = fit_tree(parse_tree(text), head and head.config)
     decoder = Decoder(target.model, context, head if tree.needs_head else None, tree, args.compile)
     return dict.fromkeys(args.temperature, decoder)
 
@@ -173,7 +171,7 @@ def make_decoders(
 def auto_decoder(
     args: Namespace, target: Loaded, index: int, temperature: float, context: int
 ) -> Decoder:
-    """With the tree that `--tree auto` chooses at this temperature, and its fallback."""
+    """With the tree that `--tree auto` chooses at this temperature."""
     model, head = target.model, list(target.heads.values())[index]
     choice = settle(
         (target.path, args.draft_checkpoint_path[index]),
@@ -186,11 +184,8 @@ def auto_decoder(
         "again" if args.retune else "once",
         note,
     )
-    tree = choice.tree if choice else fit_tree("auto", head.config)
-    decoder = Decoder(model, context, head if tree.needs_head else None, tree, args.compile)
-    if choice is not None:
-        decoder.fall_back_below(choice.break_even)
-    return decoder
+    tree = choice.tree if choice else fit_tree(None, head.config)
+    return Decoder(model, context, head if tree.needs_head else None, tree, args.compile)
 
 
 NAMES = ("transformers", "transformers-lookup", "llama.cpp")
@@ -233,7 +228,7 @@ class TransformersPeer:
             marks.append((time.perf_counter(), input_ids.shape[1]))
             return torch.zeros(input_ids.shape[0], dtype=torch.bool)
 
-        options = {"do_sample": sampling.kind != "greedy", "top_k": 0, "top_p": 1.0}
+        options = {"do_sample": not sampling.greedy, "top_k": 0, "top_p": 1.0}
         if options["do_sample"]:
             options["temperature"] = sampling.temperature
             torch.manual_seed(sampling.seed)
@@ -287,7 +282,7 @@ class LlamaCppPeer:
     def run(
         self, ids: list[int], sampling: SamplingConfig, budget: int, stop_ids: frozenset[int]
     ) -> Run:
-        greedy = sampling.kind == "greedy"
+        greedy = sampling.greedy
         self.llama.reset()
         self.llama.set_seed(sampling.seed % 2**31)
         tokens: list[int] = []

@@ -237,7 +237,6 @@ def summarize(method: object, cells: list[Cell], plain: list[Cell]) -> dict:
         "first_token_s": statistics.median(cell.run.prefill_s for cell in cells),
         "tokens": decoded,
         "rounds": rounds,
-        "plain_rounds": sum(r.plain_rounds for r in runs),
         "acceptance_length": decoded / rounds if rounds else 0.0,
         "accepted_by_depth": [count / rounds for count in by_depth] if rounds else [],
         "draft_ms": draft_s / rounds * 1e3 if known and rounds else None,

@@ -14,7 +14,7 @@ from torch import Tensor
 from model import KVCache, ModelConfig, Transformer, TransformerBlock, rope_table, rotate
 from talon.cli import note
 from talon.loading import available_memory, gigabytes
-from talon.sampling import SamplingState, perturb
+from talon.sampling import Filtered
 
 SAMPLING_POOL = 64  # sampled tokens come from this many best ones
 USER_TOP_P = 0.95
@@ -93,9 +93,8 @@ class BatchedDecoder:
         self.cache = KVCache(c.n_layer, self.batch * c.n_kv_head, length, c.head_dim, weight.dtype)
         self.cache.to(self.device)
         self.table = rope_table(length, c.head_dim, c.rope_theta, c.rope_scaling).to(self.device)
-        self.sampling = SamplingState(self.device)
-        self.sampling.seed.fill_(seed)
-        self.sampling.top_k.fill_(SAMPLING_POOL)
+        self.seed = torch.tensor([seed], device=self.device)
+        self.top_k = torch.tensor([SAMPLING_POOL], device=self.device)
         self.slots = torch.arange(length, device=self.device)
         self.tokens = torch.arange(c.vocab_size, device=self.device)
 
@@ -129,10 +128,9 @@ class BatchedDecoder:
             sampling = torch.tensor([slots[row].sampling for row in rows], device=self.device)
             length = len(self.slots)
             counters = [slots[row].number * length + len(slots[row].ids) for row in rows]
-            self.sampling.temperature, self.sampling.top_p = sampling.split(1, dim=1)
-            values, columns = perturb(
-                logits[rows], torch.tensor(counters, device=self.device), self.tokens,
-                self.sampling, "filter", SAMPLING_POOL,
-            )  # fmt: skip
+            temperature, top_p = sampling.split(1, dim=1)
+            pick = Filtered(temperature, self.seed, self.top_k, top_p)
+            positions = torch.tensor(counters, device=self.device)
+            values, columns = pick.values(logits[rows], positions, self.tokens, SAMPLING_POOL)
             chosen[rows] = columns.gather(1, values.argmax(1, keepdim=True))[:, 0]
         return chosen

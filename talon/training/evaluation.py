@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from eagle_draft import DraftHead
-from model import Transformer
+from eagle_draft import DraftHead, Entries
+from model import At, Transformer
 from talon.decoder import RoundStats
 from talon.drafters import EagleDrafter
-from talon.sampling import SamplingState
+from talon.sampling import Greedy
 from talon.training.batched import BatchedDecoder, Slot
 from talon.training.conversations import Conversation
 from talon.training.losses import Teacher, read_by_head
@@ -89,22 +89,24 @@ def replay(
     drafter = EagleDrafter(
         head, tree, len(ids) + tree.nodes + tree.draft_slots, lambda function: function
     )
-    features, _ = read_by_head(features, head.config)
-    slots, sampling = drafter.all_rows, SamplingState(device)
+    features, _ = read_by_head(features, head.config.target_dim)
+    slots = torch.arange(drafter.stage.cache.rows, device=device)
 
     def learn(start: int, count: int) -> None:
         rows = torch.arange(start, start + count, device=device)
-        drafter.learn(
-            features, rows, known[rows + 1], rows[:1], rows.new_tensor([count - 1]), slots
-        )
+        last = rows.new_tensor([count - 1])
+        entries = Entries(features, rows, known[rows + 1], rows[:1], last)
+        drafter.learn(entries, At(rows[:1], slots))
 
     learn(0, length)
     while length < len(ids) - 1:
-        root, at = known[length : length + 1], torch.tensor([length], device=device)
-        tokens, _, ancestors = drafter.propose(root, at, slots, sampling, "greedy")
+        at = At(torch.tensor([length], device=device), slots)
+        tokens, _, ancestors = drafter.propose(known[length : length + 1], at, Greedy())
         right = tokens == known[length + ancestors.sum(1) - 1]
         count = int((~(ancestors & ~right).any(1)).sum())
         emitted = min(count, len(ids) - 1 - length)
-        stats.count(emitted)
+        stats.rounds += 1
+        for index in range(emitted):
+            stats.count(index)
         learn(length, emitted)
         length += emitted

@@ -15,7 +15,7 @@ from eagle_draft import DraftConfig, DraftHead, default_feature_layers
 from model import ModelConfig, Transformer
 from talon.checkpoint import TensorSpec, write_checkpoint
 from talon.kernels.linear import unpacked
-from talon.loading import fit_head, read_kind, rows_of
+from talon.loading import fit_head, read_file, rows_of
 from talon.training.conversations import Conversation
 from talon.training.losses import TrainingConfig, UnrolledAttention
 
@@ -61,10 +61,8 @@ def build_head(config: DraftConfig, model: Transformer, ids: Tensor, seed: int) 
     adds little."""
     generator = torch.Generator().manual_seed(seed)
     head = DraftHead(config)
-    c, old, device = config, head.layer.attention, model.norm.weight.device
-    head.layer.attention = UnrolledAttention(
-        old.wqkv.in_features, c.dim, c.n_head, c.n_kv_head, c.head_dim, c.qkv_bias, c.o_bias
-    )
+    c, device = config, model.norm.weight.device
+    head.layer.attention = UnrolledAttention(c, head.layer.attention.wqkv.in_features)
     with torch.no_grad():
         for parameter in head.parameters():
             if parameter.dim() > 1:
@@ -118,8 +116,8 @@ def read_head(
 ) -> DraftHead:
     """A head to go on from. Its draft vocabulary stays, unless it borrows its output and another
     one is asked for: `ids`."""
-    file = read_kind(path, "draft")
-    c = fit_head(file, model.config)
+    file, c = read_file(path, "draft")
+    c = fit_head(path, c, model.config)
     if c.family != config.head:
         raise ValueError(f"{path} is an {c.family} head, not {config.head}: give --head {c.family}")
     if file.quantization:

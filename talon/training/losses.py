@@ -20,7 +20,7 @@ from torch.nn.utils import parametrize
 from torch.nn.utils.rnn import pad_sequence
 
 from eagle_draft import DraftConfig, DraftHead
-from model import Attention, KVCache, Transformer, causal_mask, rope_table, rotate
+from model import Attention, KVCache, Place, Transformer, causal_mask, rope_table, rotate
 from talon.training.conversations import Conversation
 
 
@@ -56,8 +56,9 @@ class UnrolledAttention(Attention):
     this call appends its own.
     """
 
-    def forward(self, x: Tensor, rope: Tensor, slots: Tensor, mask: Tensor, kv: list) -> Tensor:
-        """x: [B * T, in_dim]; rope: [2, B * T, D]; slots: unused; mask: bool [T, T], causal."""
+    def forward(self, x: Tensor, place: Place, kv: list) -> Tensor:
+        """x: [B * T, in_dim]; place: rope [2, B * T, D], no slots, and mask bool [T, T], causal."""
+        rope, _, mask = place
         length = mask.shape[0]
         heads, groups, size = self.n_head, self.n_kv_head, self.head_dim
         q, k, v = self.wqkv(x).view(-1, heads + 2 * groups, size).split((heads, groups, groups), 1)
@@ -141,7 +142,7 @@ class Unrolled(nn.Module):
         for level in range(levels):
             rope = self.table[:, level : level + length].repeat(1, count, 1)
             tokens = ahead(batch.ids, level + 1).flatten()
-            hidden = self.head(tokens, hidden, rope, None, mask, memory)
+            hidden = self.head(tokens, hidden, Place(rope, None, mask), memory)
             yield hidden
 
     def forward(
@@ -186,10 +187,10 @@ class Unrolled(nn.Module):
 # ---------------------------------------------------------------- the teacher
 
 
-def read_by_head(features: Tensor, config: DraftConfig) -> tuple[list[Tensor], Tensor]:
-    """What the head reads of the teacher's features, and the state after the final norm."""
-    *captured, final = features.split(config.target_dim, dim=-1)
-    return captured if config.family == "eagle3" else [final], final
+def read_by_head(features: Tensor, dim: int) -> tuple[list[Tensor], Tensor]:
+    """What the head reads of what Teacher.run gives, and the state after the final norm."""
+    *captured, final = features.split(dim, dim=-1)
+    return captured or [final], final
 
 
 class Teacher:
@@ -216,15 +217,13 @@ class Teacher:
     def run(self, ids: list[int]) -> tuple[Tensor, Tensor]:
         """Features [T, levels * C + C], the state after the final norm last, and choices int64
         [T]."""
-        rows, model = len(ids), self.model
-        slots = self.slots[:rows]
-        mask = causal_mask(self.start, rows, slots)
-        x = model.tok_embeddings(torch.tensor(ids, device=slots.device))
-        x, captured = model(
-            x, self.table[:, :rows], slots, mask, self.kv, self.head.feature_layers or ()
-        )
-        final = model.norm(x)
-        return torch.cat((*captured, final), dim=-1), model.output(final).max(-1).indices
+        slots, layers = self.slots[: len(ids)], self.head.feature_layers or ()
+        mask = causal_mask(self.start, len(ids), slots)
+        place = Place(self.table[:, : len(ids)], slots, mask)
+        tokens = torch.tensor(ids, device=slots.device)
+        final, features = self.model(tokens, place, self.kv, layers)
+        read = torch.cat((*features, final), dim=-1) if layers else final
+        return read, self.model.output(final).max(-1).indices
 
     def __call__(self, ids: list[int]) -> tuple[Tensor, Tensor]:
         """`run`, or what it gave for these ids before."""
@@ -248,7 +247,7 @@ class Teacher:
                 answer[index, start:end] = True
         parts = [self(row.ids) for row in data]
         features, choice = (pad_sequence(part, True) for part in zip(*parts, strict=True))
-        read, final = read_by_head(features, self.head)
+        read, final = read_by_head(features, self.head.target_dim)
         return Batch(ids.to(device), answer.to(device), read, final, choice)
 
 
@@ -259,7 +258,7 @@ def scale_inputs(
     huge, left out."""
     squares, count = 0.0, 0
     for row in random.Random(0).sample(data, min(sample, len(data))):
-        read, final = read_by_head(teacher(row.ids)[0][1:].float(), head.config)
+        read, final = read_by_head(teacher(row.ids)[0][1:].float(), head.config.target_dim)
         if head.config.family == "eagle1":
             tokens = torch.tensor(row.ids[1:], device=final.device)
             read = [teacher.model.tok_embeddings(tokens).float(), final]

@@ -13,8 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from eagle_draft import Entries, Pick
+from model import At
 from talon.decoder import Decoder
-from talon.drafters import look_up
+from talon.drafters import Candidates, RootOnly, look_up
 from talon.sampling import SamplingConfig
 from talon.trees import Tree
 
@@ -66,22 +68,11 @@ def record(
     repeats itself. One that is broken off after `budget` tokens goes on so far that the last
     position sees what follows it.
     """
-    tree, drafter, seen = decoder.tree, decoder.drafter, []
+    tree = decoder.tree
     beyond = max(tree.levels, LOOKED_AHEAD)
-    select = drafter.select
-
-    def spy(
-        tokens: torch.Tensor, scores: torch.Tensor, parents: torch.Tensor, *rest: int
-    ) -> object:
-        seen.append([tensor.cpu().numpy() for tensor in (tokens, scores, parents)])
-        return select(tokens, scores, parents, *rest)
-
-    drafter.select = spy
-    rows, counts = [], []
-    decoder.sampling.set(sampling)
+    rows, counts, pick = [], [], decoder.picks.set(sampling)
     for ids in prompts:
-        seen.clear()
-        text = decode_plainly(decoder, ids, budget, beyond, sampling.kind)
+        text, seen = decode_plainly(decoder, ids, budget, beyond, pick)
         padded = text + [END] * beyond if text[-1] == END else text
         count = max(min(len(seen), len(padded) - len(ids) - beyond), 0)
         for at, (tokens, scores, parents) in enumerate(seen[:count], start=len(ids)):
@@ -89,34 +80,34 @@ def record(
             found = looked_up(text, at, padded[at + 1 : at + 1 + LOOKED_AHEAD])
             rows.append((scores.astype(np.float64), parents, truth, found))
         counts.append(count)
-    drafter.select = select
     return Recording(tree, *(np.array([row[part] for row in rows]) for part in range(4)), counts)
 
 
 @torch.inference_mode()
 def decode_plainly(
-    decoder: Decoder, ids: list[int], budget: int, beyond: int, kind: str
-) -> list[int]:
-    """Rounds in which the drafter proposes and learns as ever, but nothing is put to the target;
-    then `beyond` without even that. Returns prompt and answer, with END for its stop token.
-    """
-    decoder.cached = []
-    root, length, state, drafter = decoder.root, decoder.length, decoder.sampling, decoder.drafter
-    text, stop_ids = [*ids, decoder.prefill(ids, 0, kind)], decoder.model.config.eos_ids
+    decoder: Decoder, ids: list[int], budget: int, beyond: int, pick: Pick
+) -> tuple[list[int], list[Candidates]]:
+    """Rounds in which the head grows its tree and learns as ever, but nothing is put to the target;
+    then `beyond` without even that. Returns prompt and answer, with END for its stop token, and
+    what was grown at each position."""
+    decoder.forget()
+    root, length, drafter = decoder.root, decoder.length, decoder.drafter
+    plain, seen = RootOnly(decoder.device), []
+    text, stop_ids = [*ids, decoder.prefill(ids, 0, pick)], decoder.model.config.eos_ids
     longest = min(len(ids) + budget + beyond, decoder.max_seq_length)
     while len(text) < longest and text[-1] not in stop_ids:
-        slots = decoder.slots(len(text) + decoder.reach)
+        at = decoder.at(len(text) + decoder.tree.reach)
         drafting = len(text) <= len(ids) + budget
         if drafting:
-            drafter.propose(root, length, slots, state, kind)
-        nodes = decoder.plain.propose(root, length, slots, state, kind)
-        emitted, path, count, features = decoder.run_target(nodes, length, slots, kind, 1)
+            seen.append([tensor.cpu().numpy() for tensor in drafter.grow(at, pick)])
+        nodes = plain.propose(root, at, pick)
+        emitted, path, count, features = decoder.verify(decoder.target, nodes, at, pick, 1)
         if drafting:
-            drafter.learn(features, path, emitted, length, count - 1, slots)
+            drafter.learn(Entries(features, path, emitted, length, count - 1), at)
         root.copy_(emitted)
         length.add_(count)
         text.append(int(root))
-    return [*text[:-1], END] if text[-1] in stop_ids else text
+    return ([*text[:-1], END] if text[-1] in stop_ids else text), seen
 
 
 def true_path(tree: Tree, tokens: np.ndarray, parents: np.ndarray, ahead: list[int]) -> list[int]:
@@ -136,7 +127,7 @@ def true_path(tree: Tree, tokens: np.ndarray, parents: np.ndarray, ahead: list[i
 def looked_up(text: list[int], root: int, ahead: list[int]) -> int:
     """How many tokens of a lookup from position `root` on are those that came."""
     history, slots = torch.tensor([-1, *text[1:]]), torch.arange(len(text))
-    guesses = look_up(history, torch.tensor([root]), slots, len(ahead)).tolist()
+    guesses = look_up(history, At(torch.tensor([root]), slots), len(ahead)).tolist()
     return next((i for i in range(len(ahead)) if guesses[i] != ahead[i]), len(ahead))
 
 

@@ -27,7 +27,7 @@ import torch
 from eagle_draft import DraftHead
 from model import Transformer
 from talon.checkpoint import atomic_file
-from talon.decoder import Decoder, Generation, in_step
+from talon.decoder import Decoder, Generation
 from talon.sampling import SamplingConfig
 from talon.trees import (
     EAGLE1_PATHS,
@@ -47,7 +47,7 @@ from talon.tuning.acceptance import (
     paths_accepted,
     record,
 )
-from talon.tuning.costs import Costs, head_costs, row_costs
+from talon.tuning.costs import Costs, head_costs, row_costs, take_turns
 
 ROWS = (1, 3, 6, 8, 16, 32, 64)  # of a target forward; other counts are interpolated
 
@@ -207,20 +207,20 @@ def race(
     prompt. The first round after a prefill does not count.
     """
     for racer in racers:
-        racer.decoder.warm_up(sampling.kind)
+        racer.decoder.warm_up(sampling)
     for number, ids in enumerate(prompts):
         turn = number % len(racers)
         order = racers[turn:] + racers[:turn]
         texts = []
         for racer in order:
-            racer.decoder.cached = []
+            racer.decoder.forget()
             texts.append(Generation(racer.decoder, ids, sampling, budget))
-        before = [0.0] * len(texts)
-        for index in in_step(texts):
-            stats = texts[index].stats
-            if stats.rounds > 1:
-                order[index].round_times.append(stats.decode_s - before[index])
-            before[index] = stats.decode_s
+        before = [(0, 0.0)] * len(texts)
+        for index in take_turns(texts):
+            stats, (rounds, seconds) = texts[index].stats, before[index]
+            if stats.rounds > max(rounds, 1):
+                order[index].round_times.append(stats.decode_s - seconds)
+            before[index] = stats.rounds, stats.decode_s
 
 
 def tune(
@@ -324,7 +324,7 @@ def settle(
     mode: stored (None where nothing is remembered) | once (measure if need be) | again (measure
     anew).
     """
-    key = cache_key(*files, *setting, sampling.kind, compile)
+    key = cache_key(*files, *setting, sampling.pick, compile)
     choice = None if mode == "again" else recall(files[0], key)
     if model.config.max_seq_length < SHORTEST:
         return None

@@ -8,16 +8,18 @@ Leaves out: what the parts are worth (acceptance.py), and the choice (tuning.py)
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
-from eagle_draft import DraftHead
-from talon.decoder import Decoder
+from eagle_draft import DraftHead, Entries, Nodes
+from model import At
+from talon.decoder import Decoder, Generation
 from talon.drafters import EagleDrafter, LookupDrafter
-from talon.graphs import compile_region
+from talon.graphs import as_it_is, compile_region
+from talon.sampling import Greedy
 from talon.trees import NO_TREE, Tree, chain, dynamic_tree, with_lookup
 
 
@@ -96,10 +98,11 @@ def target_pass(decoder: Decoder, rows: int, committed: int) -> Callable[[], obj
     tokens = torch.arange(rows, device=device) % model.config.vocab_size
     parents = (torch.arange(rows, device=device) - 1).clamp(min=0)
     ancestors = torch.ones(rows, rows, dtype=torch.bool, device=device).tril()
-    slots, length = decoder.slots(committed + rows), decoder.length.clone().fill_(committed)
+    nodes, pick = Nodes(tokens, parents, ancestors), Greedy()
+    at = At(decoder.length.clone().fill_(committed), decoder.at(committed + rows).slots)
 
     def run() -> object:
-        return decoder.run_target((tokens, parents, ancestors), length, slots, "greedy", 1)
+        return decoder.verify(decoder.target, nodes, at, pick, 1)
 
     return run
 
@@ -126,30 +129,44 @@ def head_costs(
     a lookup.
     """
     device, beams = decoder.device, sorted(set(beams))
-    compiled = compile_region if compile else lambda function: function
-    length = decoder.length.clone().fill_(committed)
-    root, slots = decoder.root, decoder.slots(committed + 64)
+    compiled = compile_region if compile else as_it_is
+    root, pick = decoder.root, Greedy()
+    at = At(decoder.length.clone().fill_(committed), decoder.at(committed + 64).slots)
     calls = {}
     for beam, depth in itertools.product(beams, (2, 4)):
         tree = chain(depth) if beam == 1 else dynamic_tree(min(16, beam + 1), depth, beam)
         drafter = EagleDrafter(head, tree, decoder.cache.rows, compiled)
-        calls[beam, depth] = lambda d=drafter: d.propose(
-            root, length, slots, decoder.sampling, "greedy"
-        )
+        calls[beam, depth] = lambda d=drafter: d.propose(root, at, pick)
     count = len(drafter.feature_layers) or 1
     features = [
         torch.zeros(6, head.config.target_dim, dtype=drafter.hidden.dtype, device=device)
     ] * count
     path, last = torch.arange(6, device=device), torch.tensor([2], device=device)
-    calls["learn"] = lambda: drafter.learn(features, path, path, length, last, slots)
+    entries = Entries(features, path, path, at.length, last)
+    calls["learn"] = lambda: drafter.learn(entries, at)
     source = LookupDrafter(with_lookup(NO_TREE, 5), decoder.cache.rows, device, compiled)
 
     def lookup() -> None:
-        source.propose(root, length, slots, decoder.sampling, "greedy")
-        source.learn(features, path, path, length, last, slots)
+        source.propose(root, at, pick)
+        source.learn(entries, at)
 
     calls["lookup"] = lookup
     taken = medians(calls, device)
     levels = {beam: max((taken[beam, 4] - taken[beam, 2]) / 2, 1e-9) for beam in beams}
     first = max(taken[beams[-1], 2] - levels[beams[-1]], 0.0)
     return Costs({}, levels, first, taken["learn"], taken["lookup"])
+
+
+def take_turns(texts: Sequence[Generation]) -> Iterator[int]:
+    """Run all of them, yielding after every token whose it was. On a CPU, whose speed varies from
+    second to second, it is always the turn of the text with the fewest tokens, so that equal texts
+    end together; on a GPU, where a round is queued while the one before runs, one text follows the
+    other."""
+    running = {index: iter(text) for index, text in enumerate(texts)}
+    on_gpu = texts[0].decoder.device.type == "cuda"
+    while running:
+        index = min(running, key=lambda i: 0 if on_gpu else len(texts[i].tokens))
+        if next(running[index], None) is None:
+            del running[index]
+        else:
+            yield index

@@ -14,6 +14,7 @@ from tiny_training import (
     ZEPHYR,
     arguments,
     complaint,
+    random_data,
     tiny_config,
     tiny_target,
     train,
@@ -39,6 +40,12 @@ from talon.training.self_talk import TalkConfig, make_conversations
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_target(tmp_path_factory.mktemp("target"), tiny_target())
+
+
+@pytest.fixture(scope="module")
+def data_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    rows = [{"ids": row.ids, "spans": row.spans} for row in random_data(10)]
+    return write_lines(tmp_path_factory.mktemp("data") / "rows.jsonl", rows)
 
 
 def talk(*turns: str) -> list[dict]:
@@ -132,6 +139,20 @@ def test_a_target_without_a_default_template_is_told_what_it_can_take(
         message = complaint(capsys, *arguments(tmp_path / target.name, data, tmp_path / "o"))
         assert "default template" in message and "ids and spans" in message
         assert "no_chat" not in message
+
+
+def test_questions_that_the_template_refuses_are_told_what_can_be_done(
+    target: Path, data_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """Advice for another command names that command."""
+    refusing = "{{ raise_exception('a system message first') if messages[0].role == 'user' }}"
+    path = write_target(tmp_path, tiny_target(), refusing)
+    train(path, data_file, tmp_path / "o", "--epochs", 1)
+    questions = write_lines(tmp_path / "q.jsonl", [{"turns": ["Hi"]}])
+    measuring = ("--checkpoint_path", path, "--out", tmp_path / "o", "--evaluate", questions)
+    assert "generate.py: --no_chat" in complaint(capsys, *measuring, "--device", "cpu")
+    message = complaint(capsys, *arguments(path, "self", tmp_path / "p"))
+    assert "give --data FILE" in message and "no_chat" not in message
 
 
 def test_turns_in_parts_are_text_and_what_is_not_text_is_skipped_as_such() -> None:

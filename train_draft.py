@@ -27,7 +27,15 @@ from model import ModelConfig, Transformer
 from talon import cli
 from talon.checkpoint import Checkpoint, atomic_file
 from talon.cli import note
-from talon.loading import fit_tree, load_head, load_target, open_files, pick_device, read_file
+from talon.loading import (
+    DTYPES,
+    fit_tree,
+    load_head,
+    load_target,
+    open_files,
+    pick_device,
+    read_file,
+)
 from talon.prompts import read_prompts
 from talon.tokenizer import Tokenizer
 from talon.training.conversations import Conversation, read_conversations
@@ -42,7 +50,7 @@ from talon.trees import parse_tree
 BATCH_TOKENS = {"cpu": 512, "cuda": 4096}
 EVALUATION_FILE, PLOT_FILE = "evaluation.json", "training.png"
 GROUPS = ("the head", "the data", "the training", "the run", "measuring instead")
-BOTH = {"checkpoint_path", "out", "device"}  # what training and measuring read
+BOTH = {"checkpoint_path", "out", "device", "dtype"}  # what training and measuring read
 MEASURING = {"evaluate", "trees", "new_tokens"}
 
 
@@ -220,9 +228,8 @@ def start_run(args: argparse.Namespace, processes: Processes, device: torch.devi
     config = training_config(args, files.config, device)
     sizes = head_config(files.config, config)
     check_run(args, files.target, processes)
-    dtype = torch.bfloat16 if args.dtype == "bf16" else torch.float32
     start = torch.device("cpu") if args.shard_target else device
-    model = load_target(files, start, dtype, pack_for=device)
+    model = load_target(files, start, DTYPES[args.dtype], pack_for=device)
     model.requires_grad_(False)
     if args.shard_target:
         model = shard(model, device)
@@ -315,8 +322,8 @@ def evaluate(args: argparse.Namespace) -> int:
             f"new_tokens {args.new_tokens} do not fit behind the longest question: the context of "
             f"{files.config.max_seq_length} leaves {max(room, 0)}"
         )
-    model = load_target(files, device, torch.float32)
-    head = load_head(files, model, device, torch.float32)
+    model = load_target(files, device, DTYPES[args.dtype])
+    head = load_head(files, model, device, DTYPES[args.dtype])
     measured = {
         "questions": args.evaluate.name,
         "new_tokens": args.new_tokens,

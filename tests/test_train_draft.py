@@ -235,6 +235,7 @@ def train_on_two(target: Path, data_file: Path, out: Path, *options: object) -> 
     return out / train_draft.HEAD_FILE
 
 
+@pytest.mark.slow
 def test_processes_stop_together_when_one_is_asked_to(
     target: Path, data_file: Path, tmp_path: Path
 ) -> None:
@@ -286,6 +287,7 @@ def test_two_processes_share_the_work(target: Path, data_file: Path, tmp_path: P
     assert read_checkpoint(head).source["step"] == len(steps)
 
 
+@pytest.mark.slow
 def test_a_sharded_target_teaches_the_same(target: Path, data_file: Path, tmp_path: Path) -> None:
     whole = train_on_two(target, data_file, tmp_path / "whole")
     sharded = train_on_two(target, data_file, tmp_path / "sharded", "--shard_target")
@@ -304,6 +306,7 @@ def test_acceptance_is_what_decoding_reaches(
                "--trees", *trees, "--new_tokens", 24)  # fmt: skip
     assert "new_tokens: -100" in complaint(capsys, *command, "--new_tokens", -100)
     assert "the context of 256 leaves" in complaint(capsys, *command, "--new_tokens", 250)
+    assert train_draft.main([str(x) for x in (*command, "--dtype", "bf16")]) == 0
     assert train_draft.main([str(x) for x in command]) == 0
     report = json.loads((tmp_path / "evaluation.json").read_text())
     assert report["not_the_choice_again"] == 0

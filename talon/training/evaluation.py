@@ -3,7 +3,8 @@
 Greedy decoding gives the same text with any head and any tree, so the target answers each question
 once, in a batch, and its features are read off in one pass. Then the head drafts along that known
 text, by the code that drafts when decoding: only the target's verdict is looked up instead of
-computed. The counts are those of generate.py in fp32. Leaves out: speed (benchmark.py).
+computed. The counts are those of generate.py in the same precision. Leaves out: speed
+(benchmark.py).
 
     python train_draft.py --checkpoint_path F --evaluate QUESTIONS.jsonl --out DIR_OF_THE_HEAD
 """

@@ -226,12 +226,12 @@ class TrainingRun:
         path = self.out / STATE_FILE
         state = read_state(path, self.device)
         was = state["settings"] | {"data": state["data"], "target": state["source"]["target"]}
-        changed = [name for name, value in self.marks.items() if value != was.get(name)]
+        now = self.marks
+        changed = [name for name in now if now[name] != was.get(name)]
         if changed:
-            first = changed[0]
             raise ValueError(
-                f"{path} was made with another {', '.join(changed)} ({was.get(first)}, now "
-                f"{self.marks[first]}): give the same options and data, or use --init to start "
+                f"{path} was made with another {', '.join(changed)} ({was.get(changed[0])}, now "
+                f"{now[changed[0]]}): give the same options and data, or use --init to start "
                 "from the head alone"
             )
         shapes = {name: value.shape for name, value in state["head"].items()}
@@ -255,7 +255,8 @@ class TrainingRun:
         self.step, self.tokens = state["step"], state["tokens"]
         self.started = time.process_time() - state["cpu_s"]
         log = self.out / LOG_FILE
-        if log.exists() and "log_bytes" in state:  # what was logged after that comes again
+        first = self.processes.rank == 0
+        if first and log.exists() and "log_bytes" in state:  # what was logged after comes again
             os.truncate(log, min(state["log_bytes"], log.stat().st_size))
 
     def train(self) -> None:
@@ -264,8 +265,9 @@ class TrainingRun:
         if not self.step and not rank:  # the log of a run that never came to a checkpoint
             (self.out / LOG_FILE).write_bytes(b"")
         bar = tqdm(total=self.total, initial=self.step, unit="step", disable=rank > 0)
-        heard = [s for s in STOPS if signal.getsignal(s) is not signal.SIG_IGN]  # as nohup does
-        previous = {number: signal.signal(number, self.ask_to_stop) for number in heard}
+        # What nohup has ignored stays so.
+        stops = [number for number in STOPS if signal.getsignal(number) is not signal.SIG_IGN]
+        previous = {number: signal.signal(number, self.ask_to_stop) for number in stops}
         try:
             while self.step < self.total and not self.is_to_stop():
                 entry = self.train_step()

@@ -293,7 +293,7 @@ def plot_log(out: Path) -> None:
     right.plot(seen, [entry["accuracy"][0] for entry in trained], alpha=0.3, label="training")
     seen = [entry["tokens"] for entry in held]
     for level, values in enumerate(zip(*(e["validation_accuracy"] for e in held), strict=True), 1):
-        right.plot(seen, values, label=f"level {level}")
+        right.plot(seen, values, marker="o", label=f"level {level}")
     right.set(title="right guesses, held-out", xlabel="answer tokens seen")
     right.legend()
     with atomic_file(out / PLOT_FILE) as file:

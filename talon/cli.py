@@ -5,7 +5,6 @@
 
 import argparse
 import os
-import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -97,9 +96,6 @@ def run(main: Callable[[], int]) -> NoReturn:
     traceback.
     """
     prepare_streams()
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is signal.SIG_DFL:  # nohup has it ignored
-            signal.signal(number, signal.default_int_handler)
     try:
         code = main()
         sys.stdout.flush()

@@ -87,7 +87,7 @@ class TrainingRun:
                 "processes: lower --batch_tokens, or start fewer processes"
             )
         self.step, self.tokens = 0, 0
-        self.asked_to_stop: float | None = None  # when
+        self.stop: tuple[int, float] | None = None  # the signal that asked to, and when
         self.started = time.process_time()
 
     @property
@@ -281,30 +281,28 @@ class TrainingRun:
                     self.save()
             if self.step < self.total:
                 self.save()
-                raise KeyboardInterrupt
+                raise KeyboardInterrupt(*(self.stop or ())[:1])
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)
             bar.close()
 
-    def ask_to_stop(self, *_: object) -> None:
+    def ask_to_stop(self, number: int, _: object) -> None:
         """The first Ctrl-C ends the run after this step; a second one ends it at once, the last
         checkpoint intact. torchrun repeats within a moment what its processes have heard."""
-        now = time.monotonic()
-        if self.asked_to_stop is None:
-            self.asked_to_stop = now
+        if self.stop is None:
+            self.stop = number, time.monotonic()
             note("stopping after this step; press Ctrl-C again to stop at once")
-        elif now - self.asked_to_stop > 1:
-            raise KeyboardInterrupt
+        elif time.monotonic() - self.stop[1] > 1:
+            raise KeyboardInterrupt(number)
 
     def is_to_stop(self) -> bool:
         """Was any process asked to stop? All of them answer alike, so they stop at one step."""
-        asked = self.asked_to_stop is not None
-        if self.processes.count > 1:
-            votes = torch.tensor(int(asked), device=self.device)
-            dist.all_reduce(votes, op=dist.ReduceOp.MAX)
-            asked = bool(votes)
-        return asked
+        if self.processes.count == 1:
+            return self.stop is not None
+        votes = torch.tensor(int(self.stop is not None), device=self.device)
+        dist.all_reduce(votes, op=dist.ReduceOp.MAX)
+        return bool(votes)
 
 
 def build_optimizers(trained: dict[str, nn.Parameter]) -> list[torch.optim.Optimizer]:

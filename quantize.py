@@ -310,7 +310,7 @@ def predictions(checkpoint: Checkpoint, ids: list[int]) -> tuple[float, Tensor]:
         logits = torch.cat([output(some) for some in states.split(64)])
         choices.append(logits.argmax(-1))
         loss += F.cross_entropy(logits[:-1], window[1:], reduction="sum")
-    return math.exp(loss / (len(ids) - len(windows))), torch.cat(choices)
+    return float((loss / (len(ids) - len(windows))).exp()), torch.cat(choices)
 
 
 def evaluate(path: Path, against: Path | None) -> Iterator[str]:

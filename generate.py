@@ -387,10 +387,14 @@ def profiled(path: str | None) -> Iterator[None]:
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     check_args(args)
-    tuning = {"tune": "again" if args.retune else "once", "sampling": sampling_of(args)}
+    tuning = {"tune": "measure", "sampling": sampling_of(args)}
     options = read_options(args.tree, args.device, args.dtype, None, args.compile, **tuning)
     prompt = read_prompt(args)
     files = open_checkpoints(args)
+    if args.retune:
+        from talon.tuning.choice import forget_choices  # as in talon/text.py: seldom needed
+
+        forget_choices(args.checkpoint_path)
     ids = prompt_ids(args, files, prompt)
     context = context_for(args, files, ids)
     engine = prepare(args, files, replace(options, max_seq_length=context))

@@ -17,7 +17,6 @@ from pathlib import Path
 
 import torch
 
-from talon.cli import note
 from talon.decoder import Decoder, Generation
 from talon.loading import (
     Files,
@@ -33,9 +32,7 @@ from talon.loading import (
     pick_device,
     pick_dtype,
     plan_memory,
-    precision_name,
 )
-from talon.prompts import tuning_prompts
 from talon.sampling import GREEDY, SamplingConfig
 from talon.tokenizer import StreamDecoder, Tokenizer, is_text
 from talon.trees import Tree, parse_tree
@@ -316,9 +313,8 @@ def load(
     """Load a target, and a head if one is given, and make the decoder. Raises ValueError or OSError
     for the user.
 
-    tune says what tree `auto` does for this head and `sampling`: stored (what was measured before,
-    else the preset of the head's family) | once (measure if that was never done here) | again
-    (measure again)."""
+    tune says what tree `auto` does for this head and `sampling` where nothing was measured before:
+    stored (the preset of the head's family) | measure."""
     more = {"tune": tune, "sampling": sampling}
     options = read_options(tree, device, dtype, max_seq_length, compile, **more)
     return load_files(open_files(checkpoint_path, draft_checkpoint_path), options)
@@ -335,14 +331,10 @@ def load_files(files: Files, options: Options) -> Engine:
     if files.head and tree.needs_head:
         head = load_head(files, model, o.device, o.dtype)
         if o.tree is None:
-            from talon.tuning.choice import settle  # here only: it is large, and seldom needed
+            from talon.tuning.choice import auto_tree  # here only: it is large, and seldom needed
 
-            choice = settle(
-                (files.target.path, files.head.path),
-                (device_name(o.device), precision_name(files.target, o.dtype)),
-                model, head, lambda: tuning_prompts(files.tokenizer, config),
-                o.sampling, o.compile, o.tune, note,
-            )  # fmt: skip
+            measure = o.tune == "measure"
+            choice = auto_tree(files, model, head, o.sampling, o.compile, measure)
             tree = choice.tree if choice else tree
     decoder = Decoder(model, context, head if tree.needs_head else None, tree, o.compile)
     card = {

@@ -17,7 +17,7 @@ from eagle_draft import DraftHead, Entries, Pick, Stage, read_chunk, verify
 from model import At, KVCache, Transformer, rope_table
 from talon.drafters import make_source
 from talon.graphs import Graph, Launched, PhaseClock, Recorder, as_it_is, compile_region, replay
-from talon.sampling import Picks, SamplingConfig
+from talon.sampling import NO_TOKEN, Picks, SamplingConfig
 from talon.trees import NO_TREE, Tree, bucket_widths
 
 PREFILL_CHUNK = {"cpu": 64, "cuda": 256}  # tokens of a forward over the prompt
@@ -292,7 +292,12 @@ class Generation:
             waiting.append(decoder.launch(committed + decoder.tree.reach, pick))
 
     def take(self, token: int) -> int:
-        """Append a token, and see whether it is the last."""
+        """Append a token, and see whether it is the last. FloatingPointError if there is none."""
+        if token == NO_TOKEN:
+            raise FloatingPointError(
+                f"the model's logits are NaN after {len(self.ids) + len(self.tokens)} tokens: "
+                "damaged weights, or too large for this --dtype: try fp32, or convert again"
+            )
         self.tokens.append(token)
         if token in self.stop_ids:
             self.end("eos")

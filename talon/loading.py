@@ -4,6 +4,7 @@ Nothing is inferred from a name and nothing is left to chance: every parameter h
 its own file or borrowed from the target by rule; what does not fit is refused with both numbers.
 Leaves out: other projects' files (convert_hf_checkpoint.py), decoding (talon/decoder.py)."""
 
+import functools
 import platform
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -12,10 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from eagle_draft import DraftConfig, DraftHead, default_feature_layers
-from model import ModelConfig, Transformer
+from model import Attention, ModelConfig, Transformer
 from talon.checkpoint import Checkpoint, read_checkpoint
+from talon.cli import note
 from talon.decoder import PREFILL_CHUNK
-from talon.kernels.linear import QuantizedLinear, pack, swap_linears
+from talon.kernels import cpu_kernels
+from talon.kernels.linear import QuantizedLinear, swap_linears
 from talon.tokenizer import TOKENIZER_FILES, Tokenizer, load_tokenizer
 from talon.trees import NO_TREE, PRESETS, Tree, bucket_widths, parse_tree
 
@@ -155,47 +158,51 @@ def find_tokenizer(directory: Path, config: ModelConfig) -> Tokenizer | None:
 
 
 def fill(
-    module: nn.Module, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype
+    module: nn.Module,
+    checkpoint: Checkpoint,
+    device: torch.device,
+    dtype: torch.dtype,
+    prefix: str = "",
 ) -> None:
-    """Give every parameter of a module on the meta device its tensor: each exactly one, none left
-    over."""
-    wanted = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
-    missing, unused = (
-        wanted.keys() - checkpoint.specs.keys(),
-        checkpoint.specs.keys() - wanted.keys(),
-    )
-    if missing or unused:
-        raise ValueError(
-            f"{checkpoint.path} does not match its own configuration (missing: "
-            f"{sorted(missing)[:3] or 'none'}, unused: {sorted(unused)[:3] or 'none'}): convert it "
-            "again"
-        )
-    for name, shape in wanted.items():
-        if checkpoint.specs[name].shape != shape:
+    """Give every parameter of a module on the meta device its tensor: each exactly one of those
+    under `prefix`, none left over."""
+    wanted = {prefix + name: tuple(t.shape) for name, t in module.state_dict().items()}
+    found = {n: spec.shape for n, spec in checkpoint.specs.items() if n.startswith(prefix)}
+    for name in sorted(wanted.keys() | found.keys()):
+        if wanted.get(name) != found.get(name):
             raise ValueError(
-                f"{checkpoint.path}: {name} has shape {list(checkpoint.specs[name].shape)}, but "
-                f"its configuration says {list(shape)}: convert it again"
+                f"{checkpoint.path} does not match its own configuration ({name} is "
+                f"{found.get(name, 'missing')} in the file, {wanted.get(name, 'unused')} by the "
+                "configuration): convert it again"
             )
+    # A quantised layer's numbers stay as they are stored; packing gives them the device's form.
     quantized = tuple(f"{layer}." for layer in (checkpoint.quantization or {}).get("layers", {}))
     state = {}
-    for name, tensor in checkpoint.tensors():
-        # The numbers of a quantised layer stay as they are stored; packing gives them the device's
-        # form.
-        cast = tensor.is_floating_point() and not name.startswith(quantized or ("\0",))
-        state[name] = tensor.to(device=device, dtype=dtype if cast else tensor.dtype)
+    for name in wanted:
+        tensor = checkpoint.tensor(name)
+        cast = tensor.is_floating_point() and not name.startswith(quantized)
+        state[name.removeprefix(prefix)] = tensor.to(device, dtype if cast else tensor.dtype)
     module.load_state_dict(state, strict=True, assign=True)
     module.requires_grad_(False).eval()
+
+
+def empty_module(
+    kind: type[nn.Module], config: ModelConfig | DraftConfig, checkpoint: Checkpoint
+) -> nn.Module:
+    """A target or a head on the meta device, its quantised linears swapped in."""
+    with torch.device("meta"):
+        module = kind(config)
+    swap_linears(module, checkpoint.quantization)
+    return module
 
 
 def load_target(
     files: Files, device: torch.device, dtype: torch.dtype, pack_for: torch.device | None = None
 ) -> Transformer:
-    """The model of a target file, its quantised linears packed for the device, or for another one
-    that it will be moved to."""
+    """The model of a target file, its operators those of the device, or of another one that it will
+    be moved to."""
     config, checkpoint = files.config, files.target
-    with torch.device("meta"):
-        model = Transformer(config)
-    swap_linears(model, checkpoint.quantization)
+    model = empty_module(Transformer, config, checkpoint)
     tied = config.tied and "output.weight" not in checkpoint.specs
     if tied:
         model.output = None
@@ -203,8 +210,37 @@ def load_target(
     if tied:
         model.output = nn.Linear(config.dim, config.vocab_size, bias=False, device="meta")
         model.output.weight = model.tok_embeddings.weight
-    pack(model, pack_for or device, dtype)
+    choose_operators(model, pack_for or device, dtype)
     return model
+
+
+@functools.cache
+def has_cpu_operators() -> bool:
+    """Whether the CPU operators for a few rows can be compiled here; why not is said once."""
+    try:
+        cpu_kernels.load()
+    except ValueError as error:
+        note(f"note: {error}; torch's own operators are used, which are slower for a few rows")
+        return False
+    return True
+
+
+def choose_operators(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+    """Let a module's linear layers and attention run by what `device` has for a few rows; dtype is
+    that of the activations. In place; what has been done is not done again.
+
+    No other place rewires modules."""
+    for linear in module.modules():
+        if isinstance(linear, QuantizedLinear) and not linear.route:
+            linear.pack(device, dtype)
+    if device.type != "cpu" or dtype != torch.float32 or not has_cpu_operators():
+        return
+    for parent in list(module.modules()):
+        if isinstance(parent, Attention):
+            parent.attend = cpu_kernels.attend_rows
+        for name, child in list(parent.named_children()):
+            if type(child) is nn.Linear and child.weight.dtype == torch.float32:
+                setattr(parent, name, cpu_kernels.RowsLinear(child))
 
 
 def fit_head(path: str | Path, head: DraftConfig, target: ModelConfig) -> DraftConfig:
@@ -240,9 +276,7 @@ def load_head(
 ) -> DraftHead:
     """A head in the target's compute dtype; what its file lacks is borrowed from the target."""
     config, checkpoint = files.head_config, files.head
-    with torch.device("meta"):
-        head = DraftHead(config)
-    swap_linears(head, checkpoint.quantization)
+    head = empty_module(DraftHead, config, checkpoint)
     identity = "d2t" not in checkpoint.specs
     if identity and config.draft_vocab_size != config.vocab_size:
         raise ValueError(
@@ -263,7 +297,7 @@ def load_head(
         head.tok_embeddings = model.tok_embeddings
     if not config.own_output:
         head.output = model.output if identity else rows_of(model.output, ids)
-    pack(head, device, dtype)
+    choose_operators(head, device, dtype)
     return head
 
 

@@ -17,7 +17,6 @@ from pathlib import Path
 
 import torch
 
-from talon.cli import note
 from talon.decoder import Decoder, Generation
 from talon.loading import (
     Files,
@@ -33,9 +32,7 @@ from talon.loading import (
     pick_device,
     pick_dtype,
     plan_memory,
-    precision_name,
 )
-from talon.prompts import tuning_prompts
 from talon.sampling import GREEDY, SamplingConfig
 from talon.tokenizer import StreamDecoder, Tokenizer, is_text
 from talon.trees import Tree, parse_tree
@@ -138,8 +135,6 @@ class Engine:
                 raise ValueError(f"{name} {value!r} is not allowed: give a whole number")
         stop = (stop,) if isinstance(stop, str) else tuple(stop)
         check_ends(max_new_tokens, stop)
-        if stop and self.tokenizer is None:
-            raise ValueError("stop texts need a tokenizer: copy one next to the checkpoint")
         sampling = SamplingConfig(temperature, top_k, top_p, seed)
         stop_ids = frozenset() if ignore_eos else self.eos_ids
         ids = self.encode(prompt)
@@ -153,6 +148,7 @@ class TextGeneration:
 
     def __init__(self, engine: Engine, generation: Generation, stop: tuple[str, ...]) -> None:
         self.engine, self.generation, self.stop = engine, generation, stop
+        self.stop_tokens, self.stop_texts = split_stops(engine.tokenizer, stop)
         self.stream = StreamDecoder(engine.tokenizer) if engine.tokenizer else None
         self.held = ""  # text that may turn out to be the beginning of a stop text
         self.text = ""
@@ -193,15 +189,40 @@ class TextGeneration:
         """The text that is certain now. A stop text is cut off, together with what follows."""
         if self.stream is None or self.generation.stop_reason == "eos":
             return ""
-        self.held += self.stream.push([token])
-        found = [at for at in (self.held.find(text) for text in self.stop) if at >= 0]
-        if found:
-            self.generation.end("stop")
-            certain, self.held = min(found), self.held[: min(found)]
+        if token in self.stop_tokens:
+            self.held += self.stream.flush()
+            ends = [len(self.held)]
         else:
-            certain = len(self.held) - max((overlap(self.held, s) for s in self.stop), default=0)
+            self.held += self.stream.push([token])
+            ends = [at for at in (self.held.find(text) for text in self.stop_texts) if at >= 0]
+        if ends:
+            self.generation.end("stop")
+            certain, self.held = min(ends), self.held[: min(ends)]
+        else:
+            open_ends = (overlap(self.held, text) for text in self.stop_texts)
+            certain = len(self.held) - max(open_ends, default=0)
         piece, self.held = self.held[:certain], self.held[certain:]
         return piece
+
+
+def split_stops(
+    tokenizer: Tokenizer | None, stop: tuple[str, ...]
+) -> tuple[frozenset[int], tuple[str, ...]]:
+    """The stop texts that are special tokens, by their ids, for they are never seen in a text; and
+    the others."""
+    if not stop:
+        return frozenset(), ()
+    if tokenizer is None:
+        raise ValueError("stop texts need a tokenizer: copy one next to the checkpoint")
+    ids = {text: tokenizer.special_id(text) for text in stop}
+    texts = tuple(text for text, special in ids.items() if special is None)
+    for text in texts:
+        if tokenizer.holds_special(text):
+            raise ValueError(
+                f"stop text {text!r} holds a special token next to other text, which is never "
+                "seen together: give the special token alone"
+            )
+    return frozenset(ids.values()) - {None}, texts
 
 
 def overlap(text: str, stop: str) -> int:
@@ -209,6 +230,47 @@ def overlap(text: str, stop: str) -> int:
     return next(
         (n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0
     )
+
+
+class Conversation:
+    """Turns that follow each other: messages where a chat template is used, else one text that goes
+    on. Where the context is full, what is oldest falls away, but never the `opening` messages."""
+
+    def __init__(self, engine: Engine, chat: bool, opening: list[dict], room: int) -> None:
+        """room: tokens that an answer may take."""
+        self.engine, self.chat, self.opening = engine, chat, opening
+        self.turns: list = []  # messages, or ids
+        self.kept: list = []  # of them, in the prompt made last
+        context = engine.decoder.max_seq_length
+        self.limit = context - min(room, context // 4)
+
+    def prompt(self, line: str) -> list[int]:
+        """The ids of all turns with `line` behind them."""
+        check_text("the line", line)
+        self.kept = self.turns
+        ids = self.with_turns(line)
+        while self.kept and len(ids) > self.limit:
+            excess = len(ids) - self.limit
+            self.kept = self.kept[2:] if self.chat else self.kept[excess:]
+            ids = self.with_turns(line)
+        return ids
+
+    def with_turns(self, line: str) -> list[int]:
+        if self.chat:
+            last = message("user", line.rstrip("\n"))
+            return self.engine.encode([*self.opening, *self.kept, last])
+        return self.kept + self.engine.tokenizer.encode(line, add_bos=not self.turns)
+
+    def add(self, line: str, text: TextGeneration) -> bool:
+        """The line was answered. True if something fell away for it."""
+        lost = len(self.kept) < len(self.turns)
+        said = [message("user", line.rstrip("\n")), message("assistant", text.text)]
+        self.turns = self.kept + said if self.chat else text.generation.ids + text.tokens
+        return lost
+
+
+def message(role: str, content: str) -> dict:
+    return {"role": role, "content": content}
 
 
 # ---------------------------------------------------------------- loading
@@ -251,9 +313,8 @@ def load(
     """Load a target, and a head if one is given, and make the decoder. Raises ValueError or OSError
     for the user.
 
-    tune says what tree `auto` does for this head and `sampling`: stored (what was measured before,
-    else the preset of the head's family) | once (measure if that was never done here) | again
-    (measure again)."""
+    tune says what tree `auto` does for this head and `sampling` where nothing was measured before:
+    stored (the preset of the head's family) | measure."""
     more = {"tune": tune, "sampling": sampling}
     options = read_options(tree, device, dtype, max_seq_length, compile, **more)
     return load_files(open_files(checkpoint_path, draft_checkpoint_path), options)
@@ -270,14 +331,10 @@ def load_files(files: Files, options: Options) -> Engine:
     if files.head and tree.needs_head:
         head = load_head(files, model, o.device, o.dtype)
         if o.tree is None:
-            from talon.tuning.choice import settle  # here only: it is large, and seldom needed
+            from talon.tuning.choice import auto_tree  # here only: it is large, and seldom needed
 
-            choice = settle(
-                (files.target.path, files.head.path),
-                (device_name(o.device), precision_name(files.target, o.dtype)),
-                model, head, lambda: tuning_prompts(files.tokenizer, config),
-                o.sampling, o.compile, o.tune, note,
-            )  # fmt: skip
+            measure = o.tune == "measure"
+            choice = auto_tree(files, model, head, o.sampling, o.compile, measure)
             tree = choice.tree if choice else tree
     decoder = Decoder(model, context, head if tree.needs_head else None, tree, o.compile)
     card = {

@@ -11,19 +11,17 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
 
-from talon.checking import check_sample
 from talon.cli import DEMO, Parser, check_output, note, run
 from talon.decoder import Decoder
 from talon.loading import DTYPES, Files, fit_context, open_files
 from talon.records import Results, compilations, write_json
 from talon.sampling import SamplingConfig
 from talon.text import (
-    Conversation,
     Engine,
     Options,
     TextGeneration,
@@ -295,11 +293,9 @@ def prepare(args: Namespace, files: Files, options: Options) -> Engine:
 
 
 def start(engine: Engine, args: Namespace, prompt: list, index: int = 0) -> TextGeneration:
-    s = sampling_of(args, index)
-    return engine.generate(
-        prompt, max_new_tokens=args.max_new_tokens, temperature=s.temperature, top_k=s.top_k,
-        top_p=s.top_p, seed=s.seed, stop=tuple(args.stop), ignore_eos=args.ignore_eos,
-    )  # fmt: skip
+    ends = {"stop": tuple(args.stop), "ignore_eos": args.ignore_eos}
+    sampling = asdict(sampling_of(args, index))
+    return engine.generate(prompt, max_new_tokens=args.max_new_tokens, **ends, **sampling)
 
 
 def show(text: TextGeneration, highlight: bool) -> None:
@@ -315,6 +311,8 @@ def sample_all(engine: Engine, args: Namespace, ids: list[int], results: Results
     """Generate --num_samples texts; returns the exit code."""
     plain = None
     if args.check:
+        from talon.checking import check_sample
+
         plain = Decoder(engine.decoder.model, engine.decoder.max_seq_length, compile=args.compile)
     for index in range(args.num_samples):
         engine.decoder.forget()  # every sample is timed with its own prefill
@@ -344,6 +342,8 @@ def warn_if_useless(record: dict) -> None:
 def converse(engine: Engine, args: Namespace, results: Results) -> int:
     """Turns from standard input until its end. The cached prefix of the conversation is not run
     again. A line that cannot be answered is refused and forgotten. Returns the exit code."""
+    from talon.conversation import Conversation
+
     chat = wants_chat(args, engine.tokenizer)
     conversation = Conversation(engine, chat, opening(args), args.max_new_tokens)
     code = 0

@@ -17,7 +17,7 @@ from torch import nn
 from talon.checkpoint import atomic_file
 from talon.cli import note
 from talon.decoder import Decoder, Generation
-from talon.loading import gigabytes
+from talon.memory import gigabytes
 from talon.text import Engine, TextGeneration
 
 

@@ -3,26 +3,18 @@
 Each job runs on the stand-in for a GPU (cuda_standin.py), with real numbers, and on fake tensors of
 device cuda, which a CUDA build of torch knows entirely and the CPU build in part."""
 
-import json
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 import torch
-from cuda_standin import Gpu, WrongUse
-from tiny import GOLDEN, TREES, converted, random_head, random_model
+from tiny import GOLDEN, converted, random_head, random_model
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
-import train_draft
-from model import Transformer
 from talon.checkpoint import TensorSpec, write_checkpoint
 from talon.decoder import Decoder
 from talon.kernels.linear import LINEARS, quantize_int4, quantize_int8
-from talon.loading import load_target, make_ready, open_files, pick_device
-from talon.text import load
 from talon.trees import parse_tree
 
 CUDA = torch.device("cuda")
@@ -102,5 +94,4 @@ def run_rounds(decoder: Decoder) -> None:
 class FakeGpu(ExitStack):
     """Fake tensors on a device cuda, without a driver."""
 
-    def __enter__(self) -> "FakeGpu":
-        ...
+    def __enter__(self) -> "FakeGpu": ...

@@ -36,7 +36,7 @@ from talon.loading import (
     pick_device,
     read_file,
 )
-from talon.prompts import read_prompts
+from talon.prompts import encode_question, read_questions
 from talon.tokenizer import Tokenizer
 from talon.training.conversations import Conversation, read_conversations
 from talon.training.evaluation import measure_acceptance
@@ -315,7 +315,10 @@ def evaluate(args: argparse.Namespace) -> int:
             f"no tokenizer lies next to {args.checkpoint_path}: questions are text, copy "
             "tokenizer.json there"
         )
-    prompts = read_prompts(args.evaluate, files.tokenizer)
+    questions, problems = read_questions(args.evaluate)
+    if problems:
+        raise ValueError(f"{problems[0]}: repair the line")
+    prompts = [encode_question(question, files.tokenizer) for question in questions]
     room = files.config.max_seq_length - max(map(len, prompts))
     if args.new_tokens > room:
         raise ValueError(

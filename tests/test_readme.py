@@ -68,12 +68,13 @@ def test_every_flag_exists(language):
     assert scripts
 
 
-def test_every_file_of_the_table_exists_and_every_module_is_in_it():
-    rows = re.findall(r"^\| (`[^|]*\.py`) \|", README, re.M)
-    patterns = re.findall(r"`([\w*/]+\.py)`", " ".join(rows))
-    assert patterns and all(list(ROOT.glob(pattern)) for pattern in patterns)
-    for module in ROOT.glob("*.py"):
-        assert any(module.match(pattern) for pattern in patterns), module.name
+def test_links_and_named_files_exist():
+    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+        text = page.read_text(encoding="utf-8")
+        for link in re.findall(r"\]\(([^)#:]+)\)", text):
+            assert (page.parent / link).exists(), (page.name, link)
+        for name in re.findall(r"`((?:talon|scripts|assets|docs)/[\w/.-]+\.\w+)`", text):
+            assert (ROOT / name).exists(), (page.name, name)
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""What the README says to type works: bash and python blocks run, console flags exist."""
+"""What README and docs say to type works: bash and python blocks run, console flags exist."""
 
 import re
 import shlex
@@ -10,10 +10,13 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+DOCS = "".join(page.read_text(encoding="utf-8") for page in sorted((ROOT / "docs").glob("*.md")))
 
 
 def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", README, re.S)
+    """What is to be run stands in the README; what is to be typed also in docs/."""
+    text = README + DOCS if language == "console" else README
+    return re.findall(rf"```{language}\n(.*?)```", text, re.S)
 
 
 def commands(language: str) -> list[list[str]]:

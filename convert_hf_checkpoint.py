@@ -264,7 +264,7 @@ def read_stop_ids(folder: HFFolder, vocab_size: int, notes: list[str]) -> tuple[
                 settings.refuse("eos_token_id", f"ids from 0 to {vocab_size - 1}")
             found.add(token)
     tokenizer = read_tokenizer(folder.path, vocab_size, notes)
-    config = tokenizer.config if tokenizer else read_tokenizer_config(folder.path)
+    config = tokenizer.settings if tokenizer else read_tokenizer_config(folder.path)
     if end := config.named.get("eos_token"):
         ids = {token.content: i for i, token in config.added.items()}
         token = tokenizer.token_id(end) if tokenizer else ids.get(end)

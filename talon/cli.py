@@ -1,8 +1,7 @@
 """What every command line of the project shares: one-line errors and exit codes.
 
-0 success, 1 a check failed, 2 bad input (one line on standard error), 130 interrupted (143, 129
-where a signal ended it, as a shell would say).
-"""
+0 success, 1 a check failed or the model computes NaN, 2 bad input (one line on standard error), 130
+interrupted (143 or 129 where a signal ended it, as a shell says)."""
 
 import argparse
 import os
@@ -52,9 +51,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def prepare_streams() -> None:
-    """Give the program streams that never fail on a character, whatever locale and shell left it
-    with.
-    """
+    """Give the program streams that never fail on a character, whatever locale and shell it has."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:  # closed by the shell, as in `>&-`
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))
@@ -64,9 +61,7 @@ def prepare_streams() -> None:
 
 
 def abandon_stdout() -> None:
-    """Drop what standard output could not take, or the interpreter would try and complain once more
-    at its end.
-    """
+    """Drop what standard output could not take, or the interpreter would try again at its end."""
     try:
         sys.stdout.flush()
     except OSError:
@@ -111,9 +106,7 @@ def interrupt(number: int, frame: FrameType | None) -> NoReturn:
 
 
 def run(main: Callable[[], int]) -> NoReturn:
-    """Run a command's main and leave with its exit code; a user's mistake never becomes a
-    traceback.
-    """
+    """Run a command's main and leave with its exit code; a user's mistake is never a traceback."""
     prepare_streams()
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) == signal.SIG_DFL:  # nohup ignores one
@@ -127,6 +120,10 @@ def run(main: Callable[[], int]) -> NoReturn:
             sys.exit(0)
         note(f"error: {one_line(error)}")
         code = 2
+    except FloatingPointError as error:
+        abandon_stdout()
+        note(f"error: {one_line(error)}")
+        code = 1
     except KeyboardInterrupt as error:
         note("")
         code = 128 + (error.args[0] if error.args else signal.SIGINT)

@@ -16,6 +16,7 @@ import os
 import re
 from collections.abc import Iterable
 from datetime import datetime
+from functools import cache
 from pathlib import Path
 
 import jinja2
@@ -257,6 +258,12 @@ def template_environment() -> ImmutableSandboxedEnvironment:
     return environment
 
 
+@cache
+def compile_template(template: str) -> jinja2.Template:
+    """A template that renders; training does so for every answer of its data."""
+    return template_environment().from_string(template)
+
+
 def to_json(value: object, ensure_ascii: bool = False, **options: object) -> str:
     """Jinja's own filter escapes HTML, which no prompt wants."""
     return json.dumps(value, ensure_ascii=ensure_ascii, **options)
@@ -271,7 +278,7 @@ class Tokenizer:
 
     def __init__(self, file: JsonFile | SentencePieceFile, config: TokenizerConfig) -> None:
         self.file = file
-        self.config = config
+        self.settings = config
         # A token for padding may stand behind the model's vocabulary: no text has it.
         pad = file.token_id(config.named.get("pad_token", ""))
         self.vocab_size = file.size - (pad == file.size - 1)
@@ -279,9 +286,9 @@ class Tokenizer:
 
     def configured_prefix(self) -> list[int]:
         """BOS as add_bos_token says, against the tokenizer file; ValueError if it has no id."""
-        if not self.config.add_bos:
+        if not self.settings.add_bos:
             return []
-        bos = self.config.named.get("bos_token")
+        bos = self.settings.named.get("bos_token")
         prefix = self.file.prefix() if bos is None else [self.token_id(bos)]
         if not prefix or None in prefix:
             raise ValueError(
@@ -306,24 +313,35 @@ class Tokenizer:
     def token_id(self, token: str) -> int | None:
         return self.file.token_id(token)
 
+    def special_id(self, text: str) -> int | None:
+        """The id of the special token that `text` is; None if it is ordinary text."""
+        token = self.token_id(text)
+        return token if token in self.file.special else None
+
+    def holds_special(self, text: str) -> bool:
+        return any(token in self.file.special for token in self.file.encode(text))
+
     @property
     def has_chat_template(self) -> bool:
-        return bool(self.config.templates)
+        return bool(self.settings.templates)
 
     def render_chat(self, messages: list[dict]) -> str:
         """The prompt that asks for the next answer; ValueError if the template cannot give one."""
-        template = self.config.templates.get("default")
+        template = self.settings.templates.get("default")
         if template is None:
-            names = ", ".join(self.config.templates) or "none"
-            raise ValueError(f"no default chat template (there are: {names}); use --no_chat")
+            names = ", ".join(self.settings.templates) or "none"
+            raise ValueError(
+                f"no default chat template (there are: {names}); name one so, or leave templates "
+                "out (generate.py: --no_chat)"
+            )
         values = {"tools": None, "documents": None, "add_generation_prompt": True}
-        values |= self.config.named
+        values |= self.settings.named
         try:
-            return template_environment().from_string(template).render(messages=messages, **values)
+            return compile_template(template).render(messages=messages, **values)
         except Exception as error:  # a template is a program: it may raise anything
             raise ValueError(
                 f"the chat template refuses this conversation ({one_line(error)}); "
-                "change the conversation or use --no_chat"
+                "change the conversation, or leave the template out (generate.py: --no_chat)"
             ) from None
 
     def encode_chat(self, messages: list[dict]) -> list[int]:

@@ -24,8 +24,7 @@ PREFILL_CHUNK = {"cpu": 64, "cuda": 256}  # tokens of a forward over the prompt
 
 
 class Decoder:
-    """One target, perhaps one head, one tree: static buffers and the compiled regions that work on
-    them."""
+    """One target, perhaps one head, one tree: static buffers and compiled regions over them."""
 
     def __init__(
         self,
@@ -167,12 +166,7 @@ class Decoder:
         """How many leading tokens need no prefill. The last common one runs again: the head's entry
         there pairs it with the token that follows, which may differ, and some forward must give the
         next logits."""
-        return max(common_length(self.cached, ids) - 1, 0)
-
-
-def common_length(first: list[int], second: list[int]) -> int:
-    """How many leading ids are the same."""
-    return len(commonprefix([first, second]))
+        return max(len(commonprefix([self.cached, ids])) - 1, 0)
 
 
 # ---------------------------------------------------------------- the loop

@@ -11,7 +11,7 @@ from talon.decoder import PREFILL_CHUNK
 from talon.loading import Files
 from talon.trees import Tree, bucket_widths
 
-GRAPH_BYTES = 10**7  # of a graph by itself: about 900 kernels of 10 KB each (estimated)
+GRAPH_BYTES = 10**7  # of a captured round by itself: about 900 kernels of 10 KB each (estimated)
 
 
 @dataclass(frozen=True)
@@ -45,18 +45,6 @@ def gigabytes(count: int) -> str:
     return f"{count / 1e9:.2f} GB"
 
 
-def loaded_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> int:
-    """Bytes of a file's tensors once loaded: floating point ones outside quantised layers in the
-    compute dtype."""
-    quantized = tuple(f"{layer}." for layer in (checkpoint.quantization or {}).get("layers", {}))
-    total = 0
-    for name, spec in checkpoint.specs.items():
-        cast = spec.dtype.is_floating_point and not name.startswith(quantized or ("\0",))
-        size = dtype.itemsize if cast else spec.dtype.itemsize
-        total += size * torch.Size(spec.shape).numel()
-    return total
-
-
 def plan_memory(
     files: Files,
     max_seq_length: int,
@@ -68,22 +56,33 @@ def plan_memory(
     """What decoding will need, from the files' headers alone."""
     c, d, chunk = files.config, files.head_config, PREFILL_CHUNK[device.type]
     rows = tree.cache_rows(max_seq_length, chunk)
-    caches = 2 * c.n_layer * c.n_kv_head * c.head_dim * rows * dtype.itemsize
-    if d is not None:
-        caches += 2 * d.n_kv_head * d.head_dim * rows * dtype.itemsize
-    head = loaded_bytes(files.head, dtype) if files.head else 0
+    slot = c.n_layer * c.n_kv_head * c.head_dim + (d.n_kv_head * d.head_dim if d else 0)
     prefill = forward_bytes(c, chunk, 1, rows, dtype)
-    round_ = forward_bytes(c, tree.nodes, max(tree.nodes, tree.beam), rows, dtype)
-    workspace, graphs = max(prefill, round_), 0
-    if device.type == "cuda":  # a captured round has memory of its own
-        captured = 3 * len(bucket_widths(rows))  # for each kind of sampling
-        workspace, graphs = prefill, round_ + captured * GRAPH_BYTES
-    target = loaded_bytes(files.target, dtype)
+    drafted = forward_bytes(c, tree.nodes, max(tree.nodes, tree.beam), rows, dtype)
+    workspace, graphs = max(prefill, drafted), 0
+    if device.type == "cuda":  # captured rounds, of three kinds of sampling, have their own memory
+        workspace, graphs = prefill, drafted + 3 * len(bucket_widths(rows)) * GRAPH_BYTES
+    target, head = loaded_bytes(files.target, dtype), loaded_bytes(files.head, dtype)
+    caches = 2 * rows * slot * dtype.itemsize
     return MemoryPlan(target, head, caches, workspace, graphs, available)
 
 
+def loaded_bytes(checkpoint: Checkpoint | None, dtype: torch.dtype) -> int:
+    """Bytes of a file's tensors once loaded: floating point ones outside quantised layers in the
+    compute dtype."""
+    if checkpoint is None:
+        return 0
+    quantized = tuple(f"{layer}." for layer in (checkpoint.quantization or {}).get("layers", {}))
+    total = 0
+    for name, spec in checkpoint.specs.items():
+        cast = spec.dtype.is_floating_point and not name.startswith(quantized)
+        size = dtype.itemsize if cast else spec.dtype.itemsize
+        total += size * torch.Size(spec.shape).numel()
+    return total
+
+
 def forward_bytes(c: ModelConfig, tokens: int, choices: int, rows: int, dtype: torch.dtype) -> int:
-    """At most, of a target forward over `tokens` after `choices` of which a token is chosen."""
+    """What a target forward over `tokens` takes at most, with so many `choices` of what follows."""
     scores = 3 * c.n_head * tokens * rows * 4  # before, while and after they become weights, fp32
     states = tokens * (8 * c.intermediate_size + c.n_layer * c.dim) * dtype.itemsize
     logits = 64 * choices * c.vocab_size  # with noise, and a filter that sorts them

@@ -23,6 +23,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from types import SimpleNamespace
 from unittest.mock import patch
 from weakref import WeakSet, ref
 
@@ -39,6 +40,7 @@ FROM_HOST = (torch.tensor, torch.as_tensor, torch.from_numpy)
 WAITS = (
     "item", "_local_scalar_dense", "is_nonzero", "nonzero", "masked_select", "_unique2", "equal"
 )  # fmt: skip
+INDEXING = ("index", "index_put_", "_index_put_impl_")  # takes indices of the host, and waits
 GARBAGE = 0x7F  # in every byte: 3.4e38 or NaN, and an index out of all bounds
 
 
@@ -280,7 +282,7 @@ class Gpu:
     """The device, and torch.cuda while it is entered."""
 
     def __init__(self, fast: bool = False) -> None:
-        self.fast = fast
+        self.fast, self.chosen = fast, False
         self.here: WeakSet = WeakSet()  # storages on the device
         self.pinned: WeakSet = WeakSet()
         self.stream = Stream(self)  # the current one
@@ -294,10 +296,11 @@ class Gpu:
     def __enter__(self) -> "Gpu":
         answers = {
             "is_available": lambda: True, "device_count": lambda: 1, "current_device": lambda: 0,
-            "set_device": lambda device: None, "get_device_name": lambda device=None: "stand-in",
+            "set_device": self.choose, "get_device_name": lambda device=None: "stand-in",
             "get_device_capability": lambda device=None: (8, 6), "empty_cache": lambda: None,
             "mem_get_info": lambda device=None: (24 << 30, 24 << 30),
             "max_memory_allocated": lambda device=None: 0,
+            "get_device_properties": lambda device=None: SimpleNamespace(L2_cache_size=6 << 20),
             "Stream": self.new_stream, "Event": partial(Event, self), "stream": self.on,
             "CUDAGraph": partial(CUDAGraph, self), "graph_pool_handle": object,
             "current_stream": lambda device=None: self.stream, "synchronize": self.synchronize,
@@ -305,8 +308,12 @@ class Gpu:
         self.exits = ExitStack()
         for name, answer in answers.items():
             self.exits.enter_context(patch.object(torch.cuda, name, answer))
+        # torch.cuda.graph is the real one.
         emptied = patch.object(torch._C, "_host_emptyCache", lambda: None, create=True)
-        self.exits.enter_context(emptied)  # called by torch.cuda.graph, which is the real one
+        self.exits.enter_context(emptied)
+        self.exits.enter_context(patch.object(torch.cuda.graph, "default_capture_stream", None))
+        none = patch.object(torch.accelerator, "current_accelerator", lambda *args, **options: None)
+        self.exits.enter_context(none)  # optimizers of newer releases ask it
         self.exits.enter_context(Calls(self))
         self.exits.enter_context(Functions(self))
         return self
@@ -316,6 +323,9 @@ class Gpu:
 
     def holds(self, tensor: Tensor) -> bool:
         return tensor.untyped_storage() in self.here
+
+    def choose(self, device: object) -> None:
+        self.chosen = True
 
     def new_stream(self, device: object = None) -> Stream:
         self.streams.append(Stream(self))
@@ -393,7 +403,8 @@ class Gpu:
             return func(*args, **kwargs)
         if name == "copy_" and not all(here):
             return self.copy(func, args, kwargs)
-        if not all(inside or tensor.dim() == 0 for inside, tensor in zip(here, given, strict=True)):
+        alien = [t for t, inside in zip(given, here, strict=True) if not inside and t.dim()]
+        if alien and not (name in INDEXING and here[0] and self.tape is None):
             raise WrongUse(f"{name}: tensors on the device and others")
         if self.tape is None:
             self.stream.run()

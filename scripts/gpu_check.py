@@ -41,8 +41,8 @@ from talon.cli import DEMO, Parser, note, run
 from talon.decoder import Decoder, Generation
 from talon.drafters import EagleDrafter
 from talon.graphs import compile_region
-from talon.kernels.linear import LINEARS, pack, quantize_int4, quantize_int8, swap_linears
-from talon.loading import device_name, pick_device, pick_dtype
+from talon.kernels.linear import LINEARS, quantize_int4, quantize_int8, swap_linears
+from talon.loading import choose_operators, device_name, pick_device, pick_dtype
 from talon.measuring.roofline import MODELS, STREAM, readers
 from talon.records import bytes_per_round, markdown_table, module_bytes, project_commit
 from talon.sampling import GREEDY
@@ -115,7 +115,7 @@ def fill_linears(
             made[role, shape] = stored(weight, mode)
         state = {part: tensor.clone() for part, tensor in made[role, shape].items()}
         module.get_submodule(name).load_state_dict(state, assign=True)
-    pack(module, device, dtype)
+    choose_operators(module, device, dtype)
     module.requires_grad_(False).eval()
 
 

@@ -2,12 +2,13 @@
 and `--check`, which holds drafted decoding against plain decoding."""
 
 import math
+from os.path import commonprefix
 
 import torch
 from torch import Tensor
 
 from model import KVCache, Place, Transformer, causal_mask, rope_table
-from talon.decoder import Decoder, Generation, common_length
+from talon.decoder import Decoder, Generation
 from talon.sampling import SamplingConfig
 from talon.text import Engine, TextGeneration
 
@@ -51,7 +52,7 @@ def compare_ids(
     chose by; None where one of them only ends earlier or a filter excludes the other token."""
     if tokens == wanted:
         return {"identical": True, "first_difference": None, "gap": None}
-    first, gap = common_length(tokens, wanted), None
+    first, gap = len(commonprefix([tokens, wanted])), None
     if first < min(len(tokens), len(wanted)):
         gap = choice_gap(plain, ids + wanted[:first], wanted[first], tokens[first], sampling)
     return {"identical": False, "first_difference": first, "gap": gap}

@@ -5,16 +5,20 @@ that a round has to read, weights and cached rows, over its time: to be held aga
 alone reaches on the machine."""
 
 import json
+import platform
 import resource
 import subprocess
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from talon.checkpoint import atomic_file
+from talon.cli import note
 from talon.decoder import Decoder, Generation
-from talon.loading import gigabytes
+from talon.memory import gigabytes
+from talon.text import Engine, TextGeneration
 
 
 def peak_memory(device: torch.device) -> int:
@@ -130,3 +134,24 @@ def markdown_table(lines: list[list[str]]) -> str:
 def short_commit(report: dict) -> str:
     number, dirty, _ = (report["commit"] or "unknown").partition("-dirty")
     return number[:10] + dirty
+
+
+@dataclass
+class Results:
+    """What --json writes, as far as it has come."""
+
+    samples: list[dict] = field(default_factory=list)
+    checks: list[dict] = field(default_factory=list)
+
+    def add(self, text: TextGeneration) -> None:
+        """Measure a finished text, and tell people."""
+        self.samples.append(sample_record(text.generation, text.text if text.stream else None))
+        note(describe(self.samples[-1], text.engine.decoder.tree.nodes > 1))
+
+    def to_json(self, engine: Engine, argv: list[str], recompiles: int) -> dict:
+        top = {"argv": argv, **engine.card, "recompiles": recompiles, "commit": project_commit()}
+        top["versions"] = {"torch": torch.__version__, "python": platform.python_version()}
+        if self.checks:
+            wrong = (check for check in self.checks if not check["identical"])
+            top["check"] = next(wrong, self.checks[0])
+        return {**top, "samples": self.samples}

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cuda_standin import Gpu
 from tiny import random_model
 
 import gpu_check
@@ -53,6 +54,16 @@ def test_every_section_writes_its_rows(tmp_path, capsys):
         assert drafted["worst_gap"] <= gpu_check.NEAR
     page = (tmp_path / "gpu_check.md").read_text()
     assert "| int8-dynamic | 128 x 128 |" in page and capsys.readouterr().out == page
+
+
+@pytest.mark.slow
+def test_decoding_is_checked_by_the_code_that_runs_on_a_gpu(tmp_path):
+    scope = replace(SCOPE, trees=((None, "dynamic:nodes=16,levels=4,top_k=4"),))
+    with Gpu() as gpu:
+        assert Check(torch.device("cuda"), tmp_path, 480.0, scope).run("decoding") == 0
+    plain, drafted = found(tmp_path)["rows"]["decoding bfloat16"]
+    assert gpu.captures and plain["ids_as_plain"] and drafted["ids_as_plain"]
+    assert drafted["acceptance_length"] > 2 > drafted["worst_gap"]
 
 
 def test_what_is_expected_is_on_disk_before_it_is_measured(tmp_path, monkeypatch):

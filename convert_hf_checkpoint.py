@@ -24,14 +24,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from model import ModelConfig
-from talon.checkpoint import (
-    DTYPE_NAMES,
-    DTYPES,
-    TensorSpec,
-    atomic_file,
-    check_file,
-    write_checkpoint,
-)
+from talon.checkpoint import DTYPE_NAMES, DTYPES, TensorSpec, check_file
 from talon.cli import Parser, announce, note, run
 from talon.formats.head_export import EXPORT_FORMATS, export_head
 from talon.formats.head_import import is_head, plan_head
@@ -51,6 +44,7 @@ from talon.tokenizer import (
     find_vocabulary,
     load_tokenizer,
 )
+from talon.writing import atomic_file, write_checkpoint
 
 ARCHITECTURES = ("LlamaForCausalLM", "LLaMAForCausalLM", "MistralForCausalLM")
 

@@ -25,7 +25,7 @@ from torch.distributed.fsdp import fully_shard
 
 from model import ModelConfig, Transformer
 from talon import cli
-from talon.checkpoint import Checkpoint, atomic_file
+from talon.checkpoint import Checkpoint
 from talon.cli import note
 from talon.loading import (
     DTYPES,
@@ -45,6 +45,7 @@ from talon.training.losses import TrainingConfig
 from talon.training.run import HEAD_FILE, LOG_FILE, STATE_FILE, Processes, TrainingRun
 from talon.training.self_talk import TalkConfig, make_conversations
 from talon.trees import parse_tree
+from talon.writing import atomic_file
 
 # On a GPU, updating the head takes longer than reading a few hundred tokens.
 BATCH_TOKENS = {"cpu": 512, "cuda": 4096}

@@ -27,9 +27,10 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the modules of this checkout, wherever it is called from
 
 # ruff: noqa: E402
-from talon.checkpoint import TensorSpec, atomic_file, read_header, write_safetensors
+from talon.checkpoint import TensorSpec, read_header
 from talon.cli import Parser, note, run
 from talon.settings import Settings
+from talon.writing import atomic_file, write_safetensors
 
 try:
     import gguf

@@ -10,15 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from talon.checkpoint import (
-    TEMPORARY,
-    TensorSpec,
-    atomic_file,
-    read_checkpoint,
-    read_header,
-    write_checkpoint,
-)
+from talon.checkpoint import TensorSpec, read_checkpoint, read_header
 from talon.cli import check_output
+from talon.writing import TEMPORARY, atomic_file, write_checkpoint
 
 TENSORS = {
     "odd": torch.arange(15, dtype=torch.int8).reshape(3, 5),

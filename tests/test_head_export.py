@@ -25,8 +25,9 @@ from test_head_formats import (
     nested,
 )
 
-from talon.checkpoint import Checkpoint, TensorSpec, read_checkpoint, write_checkpoint
+from talon.checkpoint import Checkpoint, TensorSpec, read_checkpoint
 from talon.formats import head_export
+from talon.writing import write_checkpoint
 
 
 def export(head: Checkpoint, out: Path, *flags: str) -> Path:

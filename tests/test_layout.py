@@ -7,7 +7,16 @@ ROOT = Path(__file__).resolve().parent.parent
 COMMANDS = {"generate", "convert_hf_checkpoint", "quantize", "train_draft", "benchmark"}
 LEAVES = {
     f"talon.{n}"
-    for n in ("checkpoint", "tokenizer", "settings", "prompts", "sampling", "trees", "cli")
+    for n in (
+        "checkpoint",
+        "writing",
+        "tokenizer",
+        "settings",
+        "prompts",
+        "sampling",
+        "trees",
+        "cli",
+    )
 }
 SHELVES = {"tuning", "training", "measuring", "formats", "serving"}
 PATHS = {

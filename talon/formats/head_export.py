@@ -17,16 +17,11 @@ import torch
 from torch import Tensor
 
 from eagle_draft import DraftConfig
-from talon.checkpoint import (
-    Checkpoint,
-    TensorSpec,
-    read_checkpoint,
-    replacing,
-    write_safetensors,
-)
+from talon.checkpoint import Checkpoint, TensorSpec, read_checkpoint
 from talon.formats.head_import import LAYER_IDS, NORM_FLAGS, head_outputs, plan_head
 from talon.formats.hf_folder import HFFolder, Output, check_finite, new_directory
 from talon.settings import listed
+from talon.writing import replacing, write_safetensors
 
 EXPORT_FORMATS = ("eagle", "speculators")
 

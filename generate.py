@@ -11,19 +11,17 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
 
-from talon.checking import check_sample
 from talon.cli import DEMO, Parser, check_output, note, run
 from talon.decoder import Decoder
 from talon.loading import DTYPES, Files, fit_context, open_files
 from talon.records import Results, compilations, write_json
 from talon.sampling import SamplingConfig
 from talon.text import (
-    Conversation,
     Engine,
     Options,
     TextGeneration,
@@ -52,22 +50,16 @@ def parse_args(argv: list[str] | None) -> Namespace:
 
 
 def add_prompt_options(parser: Parser) -> None:
-    parser.add_argument(
-        "--checkpoint_path", type=Path, default=DEMO, help="target file (convert_hf_checkpoint.py)"
-    )
+    parser.add_argument("--checkpoint_path", type=Path, default=DEMO, help="target file")
     parser.add_argument("--draft_checkpoint_path", default="none", help="head file, or none")
     given = parser.add_mutually_exclusive_group()
     given.add_argument("--prompt", help="text; - reads standard input")
     given.add_argument("--prompt_file", type=Path, help="file with the prompt, UTF-8")
     given.add_argument("--prompt_ids", help='token ids, such as "1 2 3"; needs no tokenizer')
-    given.add_argument(
-        "--interactive", action="store_true", help="converse, one line a turn, until end of file"
-    )
-    chat = parser.add_mutually_exclusive_group()
+    given.add_argument("--interactive", action="store_true", help="converse, one line a turn")
+    chat, no = parser.add_mutually_exclusive_group(), {"dest": "chat", "action": "store_false"}
     chat.add_argument("--chat", action="store_true", default=None, help="use the chat template")
-    chat.add_argument(
-        "--no_chat", dest="chat", action="store_false", default=None, help="give the text as it is"
-    )
+    chat.add_argument("--no_chat", default=None, help="give the text as it is", **no)
     parser.add_argument("--system", help="system message of the chat")
 
 
@@ -80,11 +72,7 @@ def add_text_options(add: Callable) -> None:
     add("--stop", action="append", default=[], help="text that ends the answer; may be repeated")
     add("--ignore_eos", action="store_true", help="go on past the model's stop tokens")
     add("--num_samples", type=int, default=1, help="texts to generate: seeds seed, seed+1, ...")
-    add(
-        "--check",
-        action="store_true",
-        help="compare with plain decoding; exit code 1 if it differs",
-    )
+    add("--check", action="store_true", help="compare with plain decoding: exit code 1 if unequal")
     add("--highlight", action="store_true", help="colour the tokens that the draft guessed")
     add("--json", help="write measurements and ids to this file")
 
@@ -112,29 +100,18 @@ def check_args(args: Namespace) -> None:
     if args.num_samples < 1:
         raise ValueError(f"num_samples {args.num_samples} is not allowed: give at least 1")
     if args.retune and (args.tree != "auto" or args.draft_checkpoint_path == "none"):
-        raise ValueError(
-            "--retune measures for --tree auto with a head: give --draft_checkpoint_path, and "
-            "leave --tree out"
-        )
+        raise ValueError("--retune is for --tree auto and takes a head: --draft_checkpoint_path")
     check_ends(args.max_new_tokens, tuple(args.stop))
     for what, text in (("--system", args.system or ""), *(("--stop", stop) for stop in args.stop)):
         check_text(what, text)
     for index in (0, args.num_samples - 1):
         sampling_of(args, index)
-    alone = {
-        "--check": args.check,
-        "--num_samples": args.num_samples > 1,
-        "--profile": args.profile is not None,
-    }
-    idle = [flag for flag, given in alone.items() if given]
+    alone = {"check": args.check, "num_samples": args.num_samples > 1, "profile": args.profile}
+    idle = ", ".join(f"--{name}" for name, given in alone.items() if given)
     if args.interactive and idle:
-        raise ValueError(
-            f"{', '.join(idle)} cannot be used with --interactive: give --prompt instead"
-        )
+        raise ValueError(f"{idle} cannot be used with --interactive: give --prompt instead")
     if args.prompt_ids is not None and (args.chat or args.system is not None):
-        raise ValueError(
-            "--chat and --system cannot be used with --prompt_ids: give --prompt instead"
-        )
+        raise ValueError("--chat and --system do not go with --prompt_ids: give --prompt instead")
     check_outputs(args)
 
 
@@ -212,7 +189,7 @@ def wants_chat(args: Namespace, tokenizer: Tokenizer | None) -> bool:
 
 def opening(args: Namespace) -> list[dict]:
     """The messages that a conversation begins with."""
-    return [message("system", args.system)] if args.system is not None else []
+    return [] if args.system is None else [message("system", args.system)]
 
 
 def prompt_ids(args: Namespace, files: Files, prompt: str | list[int] | None) -> list[int] | None:
@@ -244,12 +221,9 @@ def context_for(args: Namespace, files: Files, ids: list[int] | None) -> int:
             f"the prompt has {len(ids)} tokens, but the context holds {context} with the answer: "
             f"shorten the prompt to {context - 1} or less{more}"
         )
-    wrong = [i for i in ids if i >= config.vocab_size]
-    if wrong:
-        raise ValueError(
-            f"prompt id {wrong[0]} is not in the model's vocabulary: give ids 0 to "
-            f"{config.vocab_size - 1}"
-        )
+    wrong = next((i for i in ids if i >= config.vocab_size), None)
+    if wrong is not None:
+        raise ValueError(f"prompt id {wrong} is unknown: give ids 0 to {config.vocab_size - 1}")
     return context
 
 
@@ -295,11 +269,9 @@ def prepare(args: Namespace, files: Files, options: Options) -> Engine:
 
 
 def start(engine: Engine, args: Namespace, prompt: list, index: int = 0) -> TextGeneration:
-    s = sampling_of(args, index)
-    return engine.generate(
-        prompt, max_new_tokens=args.max_new_tokens, temperature=s.temperature, top_k=s.top_k,
-        top_p=s.top_p, seed=s.seed, stop=tuple(args.stop), ignore_eos=args.ignore_eos,
-    )  # fmt: skip
+    ends = {"stop": tuple(args.stop), "ignore_eos": args.ignore_eos}
+    sampling = asdict(sampling_of(args, index))
+    return engine.generate(prompt, max_new_tokens=args.max_new_tokens, **ends, **sampling)
 
 
 def show(text: TextGeneration, highlight: bool) -> None:
@@ -315,6 +287,8 @@ def sample_all(engine: Engine, args: Namespace, ids: list[int], results: Results
     """Generate --num_samples texts; returns the exit code."""
     plain = None
     if args.check:
+        from talon.checking import check_sample
+
         plain = Decoder(engine.decoder.model, engine.decoder.max_seq_length, compile=args.compile)
     for index in range(args.num_samples):
         engine.decoder.forget()  # every sample is timed with its own prefill
@@ -344,6 +318,8 @@ def warn_if_useless(record: dict) -> None:
 def converse(engine: Engine, args: Namespace, results: Results) -> int:
     """Turns from standard input until its end. The cached prefix of the conversation is not run
     again. A line that cannot be answered is refused and forgotten. Returns the exit code."""
+    from talon.conversation import Conversation
+
     chat = wants_chat(args, engine.tokenizer)
     conversation = Conversation(engine, chat, opening(args), args.max_new_tokens)
     code = 0

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from model import KVCache, ModelConfig, Place, Transformer, causal_mask, rope_table
-from talon.checkpoint import Checkpoint, TensorSpec, read_checkpoint, write_checkpoint
+from talon.checkpoint import Checkpoint, TensorSpec, read_checkpoint
 from talon.cli import Parser, check_output, note, run
 from talon.kernels.linear import (
     GROUPSIZE,
@@ -36,6 +36,7 @@ from talon.kernels.linear import (
 from talon.loading import choose_operators, empty_module, fill, find_tokenizer
 from talon.prompts import DATA
 from talon.tokenizer import Tokenizer, load_tokenizer
+from talon.writing import write_checkpoint
 
 WINDOW = 512  # tokens that calibration and evaluation read at once
 

@@ -25,7 +25,7 @@ from torch.distributed.fsdp import fully_shard
 
 from model import ModelConfig, Transformer
 from talon import cli
-from talon.checkpoint import Checkpoint, atomic_file
+from talon.checkpoint import Checkpoint
 from talon.cli import note
 from talon.loading import (
     DTYPES,
@@ -36,7 +36,7 @@ from talon.loading import (
     pick_device,
     read_file,
 )
-from talon.prompts import read_prompts
+from talon.prompts import encode_question, read_questions
 from talon.tokenizer import Tokenizer
 from talon.training.conversations import Conversation, read_conversations
 from talon.training.evaluation import measure_acceptance
@@ -45,6 +45,7 @@ from talon.training.losses import TrainingConfig
 from talon.training.run import HEAD_FILE, LOG_FILE, STATE_FILE, Processes, TrainingRun
 from talon.training.self_talk import TalkConfig, make_conversations
 from talon.trees import parse_tree
+from talon.writing import atomic_file
 
 # On a GPU, updating the head takes longer than reading a few hundred tokens.
 BATCH_TOKENS = {"cpu": 512, "cuda": 4096}
@@ -315,7 +316,10 @@ def evaluate(args: argparse.Namespace) -> int:
             f"no tokenizer lies next to {args.checkpoint_path}: questions are text, copy "
             "tokenizer.json there"
         )
-    prompts = read_prompts(args.evaluate, files.tokenizer)
+    questions, problems = read_questions(args.evaluate)
+    if problems:
+        raise ValueError(f"{problems[0]}: repair the line")
+    prompts = [encode_question(question, files.tokenizer) for question in questions]
     room = files.config.max_seq_length - max(map(len, prompts))
     if args.new_tokens > room:
         raise ValueError(

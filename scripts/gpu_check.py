@@ -36,10 +36,9 @@ sys.path.insert(0, str(ROOT))  # the modules of this checkout, wherever it is ca
 from eagle_draft import DraftConfig, DraftHead, Nodes, Pick
 from model import At, ModelConfig, RMSNorm, Transformer
 from talon.checking import full_logits
-from talon.checkpoint import atomic_file
 from talon.cli import DEMO, Parser, note, run
 from talon.decoder import Decoder, Generation
-from talon.drafters import EagleDrafter
+from talon.drafters.eagle import EagleDrafter
 from talon.graphs import compile_region
 from talon.kernels.linear import LINEARS, quantize_int4, quantize_int8, swap_linears
 from talon.loading import choose_operators, device_name, pick_device, pick_dtype
@@ -49,6 +48,7 @@ from talon.sampling import GREEDY
 from talon.text import load
 from talon.trees import parse_tree
 from talon.tuning.costs import medians, times
+from talon.writing import atomic_file
 
 ROWS = (1, 4, 8, 16, 32, 64)
 RIGHT = 0.85  # how often the oracle is right

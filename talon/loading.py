@@ -1,8 +1,9 @@
-"""From files to modules: read, check, fit together, and plan the memory before anything is loaded.
+"""From files to modules: read, check, fit together.
 
 Nothing is inferred from a name and nothing is left to chance: every parameter has its tensor, from
 its own file or borrowed from the target by rule; what does not fit is refused with both numbers.
-Leaves out: other projects' files (convert_hf_checkpoint.py), decoding (talon/decoder.py)."""
+Leaves out: other projects' files (convert_hf_checkpoint.py), how much memory that takes
+(talon/memory.py), decoding (talon/decoder.py)."""
 
 import functools
 import platform
@@ -14,16 +15,11 @@ from torch import Tensor, nn
 
 from eagle_draft import DraftConfig, DraftHead, default_feature_layers
 from model import Attention, ModelConfig, Transformer
-from talon.checkpoint import Checkpoint, read_checkpoint
+from talon.checkpoint import DTYPES, Checkpoint, read_checkpoint
 from talon.cli import note
-from talon.decoder import PREFILL_CHUNK
 from talon.kernels import cpu_kernels
-from talon.kernels.linear import QuantizedLinear, swap_linears
-from talon.tokenizer import TOKENIZER_FILES, Tokenizer, load_tokenizer
-from talon.trees import NO_TREE, PRESETS, Tree, bucket_widths, parse_tree
-
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-
+from talon.tokenizer import Tokenizer, find_vocabulary, load_tokenizer
+from talon.trees import NO_TREE, PRESETS, Tree, parse_tree
 
 # ---------------------------------------------------------------- where and how precisely
 
@@ -143,7 +139,7 @@ def fit_context(asked: int | None, config: ModelConfig, default: int = 4096) -> 
 
 def find_tokenizer(directory: Path, config: ModelConfig) -> Tokenizer | None:
     """The tokenizer in a checkpoint's directory; None if there is none at all, for use with ids."""
-    if not any((directory / name).exists() for name in TOKENIZER_FILES):
+    if find_vocabulary(directory) is None:
         return None
     tokenizer = load_tokenizer(directory)
     if tokenizer.vocab_size > config.vocab_size:
@@ -192,7 +188,10 @@ def empty_module(
     """A target or a head on the meta device, its quantised linears swapped in."""
     with torch.device("meta"):
         module = kind(config)
-    swap_linears(module, checkpoint.quantization)
+    if checkpoint.quantization:
+        from talon.kernels.linear import swap_linears  # which only quantised files need
+
+        swap_linears(module, checkpoint.quantization)
     return module
 
 
@@ -230,9 +229,9 @@ def choose_operators(module: nn.Module, device: torch.device, dtype: torch.dtype
     that of the activations. In place; what has been done is not done again.
 
     No other place rewires modules."""
-    for linear in module.modules():
-        if isinstance(linear, QuantizedLinear) and not linear.route:
-            linear.pack(device, dtype)
+    for layer in module.modules():
+        if hasattr(layer, "pack"):  # a quantised one
+            layer.pack(device, dtype)
     if device.type != "cpu" or dtype != torch.float32 or not has_cpu_operators():
         return
     for parent in list(module.modules()):
@@ -303,7 +302,7 @@ def load_head(
 
 def rows_of(linear: nn.Module, ids: Tensor) -> nn.Module:
     """The target's lm_head reduced to the rows of a draft vocabulary; a quantised one stays so."""
-    if isinstance(linear, QuantizedLinear):
+    if hasattr(linear, "rows_of"):
         return linear.rows_of(ids)
     reduced = nn.Linear(linear.in_features, ids.shape[0], bias=False, device="meta")
     reduced.weight = nn.Parameter(linear.weight[ids], requires_grad=False)
@@ -353,95 +352,3 @@ def fit_tree(asked: Tree | None, head: DraftConfig | None) -> Tree:
             f"has {size}: lower top_k to {size} or less"
         )
     return tree
-
-
-# ---------------------------------------------------------------- the memory plan
-
-GRAPH_BYTES = 10**7  # of a captured round by itself: about 900 kernels of 10 KB each (estimated)
-
-
-@dataclass(frozen=True)
-class MemoryPlan:
-    """Bytes that a decoder will hold. `available` is None where the system does not say."""
-
-    target: int
-    head: int
-    caches: int
-    workspace: int  # of a forward at a time
-    graphs: int = 0  # the pool of all captured rounds, and they themselves
-    available: int | None = None
-
-    @property
-    def total(self) -> int:
-        return self.target + self.head + self.caches + self.workspace + self.graphs
-
-    def check(self) -> None:
-        if self.available is None or self.total <= self.available:
-            return
-        raise ValueError(
-            f"this needs {gigabytes(self.total)} (target {gigabytes(self.target)}, head "
-            f"{gigabytes(self.head)}, caches {gigabytes(self.caches)}, workspace "
-            f"{gigabytes(self.workspace + self.graphs)}) but the device has "
-            f"{gigabytes(self.available)} free: quantise with quantize.py --mode int8 or int4, or "
-            "lower --max_seq_length"
-        )
-
-
-def gigabytes(count: int) -> str:
-    return f"{count / 1e9:.2f} GB"
-
-
-def plan_memory(
-    files: Files,
-    max_seq_length: int,
-    tree: Tree,
-    dtype: torch.dtype,
-    device: torch.device,
-    available: int | None,
-) -> MemoryPlan:
-    """What decoding will need, from the files' headers alone."""
-    c, d, chunk = files.config, files.head_config, PREFILL_CHUNK[device.type]
-    rows = tree.cache_rows(max_seq_length, chunk)
-    slot = c.n_layer * c.n_kv_head * c.head_dim + (d.n_kv_head * d.head_dim if d else 0)
-    prefill = forward_bytes(c, chunk, 1, rows, dtype)
-    drafted = forward_bytes(c, tree.nodes, max(tree.nodes, tree.beam), rows, dtype)
-    workspace, graphs = max(prefill, drafted), 0
-    if device.type == "cuda":  # captured rounds, of three kinds of sampling, have their own memory
-        workspace, graphs = prefill, drafted + 3 * len(bucket_widths(rows)) * GRAPH_BYTES
-    target, head = loaded_bytes(files.target, dtype), loaded_bytes(files.head, dtype)
-    caches = 2 * rows * slot * dtype.itemsize
-    return MemoryPlan(target, head, caches, workspace, graphs, available)
-
-
-def loaded_bytes(checkpoint: Checkpoint | None, dtype: torch.dtype) -> int:
-    """Bytes of a file's tensors once loaded: floating point ones outside quantised layers in the
-    compute dtype."""
-    if checkpoint is None:
-        return 0
-    quantized = tuple(f"{layer}." for layer in (checkpoint.quantization or {}).get("layers", {}))
-    total = 0
-    for name, spec in checkpoint.specs.items():
-        cast = spec.dtype.is_floating_point and not name.startswith(quantized)
-        size = dtype.itemsize if cast else spec.dtype.itemsize
-        total += size * torch.Size(spec.shape).numel()
-    return total
-
-
-def forward_bytes(c: ModelConfig, tokens: int, choices: int, rows: int, dtype: torch.dtype) -> int:
-    """What a target forward over `tokens` takes at most, with so many `choices` of what follows."""
-    scores = 3 * c.n_head * tokens * rows * 4  # before, while and after they become weights, fp32
-    states = tokens * (8 * c.intermediate_size + c.n_layer * c.dim) * dtype.itemsize
-    logits = 64 * choices * c.vocab_size  # with noise, and a filter that sorts them
-    return scores + states + logits
-
-
-def available_memory(device: torch.device) -> int | None:
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    try:
-        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return None

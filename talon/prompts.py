@@ -1,7 +1,8 @@
 """Prompts for measuring: the sets that ship with the project, or any FastChat-style question.jsonl.
 
-One JSON object a line: `question_id`, `category` and `turns`, a list of user messages of which the
-first is used. What `--tree auto` is tuned on is never what the benchmark measures by itself.
+One JSON object a line: `turns`, a list of user messages of which the first is used, or `prompt`,
+one message; `question_id` and `category` where the set has them. What `--tree auto` is tuned on is
+never what the benchmark measures by itself.
 
 Leaves out: what is measured with them (benchmark.py, talon/tuning, train_draft.py)."""
 
@@ -50,28 +51,9 @@ def read_lines(path: Path) -> list[dict]:
     rows = []
     for number, row, problem in json_lines(path):
         if problem:
-            raise ValueError(
-                f"{path}, line {number}: {problem}: one conversation a line is expected"
-            )
+            raise ValueError(f"{path}, line {number}: {problem}: give one JSON object a line")
         rows.append(row)
     return rows
-
-
-def read_prompts(path: Path, tokenizer: Tokenizer) -> list[list[int]]:
-    """Prompts of the first turns: {"turns": [...]} as MT-bench has them, or {"prompt": "..."}."""
-    prompts = []
-    for row in read_lines(path):
-        turns = row.get("turns")
-        text = turns[0] if isinstance(turns, list) and turns else row.get("prompt")
-        if not isinstance(text, str):
-            raise ValueError(
-                f'{path}: question {len(prompts) + 1} has neither "turns", a list of texts, nor '
-                '"prompt", a text'
-            )
-        prompts.append(tokenizer.encode_chat([{"role": "user", "content": text}]))
-    if not prompts:
-        raise ValueError(f"{path} holds no question")
-    return prompts
 
 
 def read_questions(path: Path) -> tuple[list[Question], list[str]]:
@@ -82,7 +64,9 @@ def read_questions(path: Path) -> tuple[list[Question], list[str]]:
         if problem:
             problems.append(f"{path}, line {number}: {problem}")
         else:
-            questions.append(Question(number, row["question_id"], row["category"], row["turns"][0]))
+            name, category = row.get("question_id", number), row.get("category", "")
+            text = row["turns"][0] if "turns" in row else row["prompt"]
+            questions.append(Question(number, name, category, text))
     if not questions and not problems:
         raise ValueError(
             f"question file {path} is empty: give one JSON object a line, with `turns`"
@@ -92,17 +76,15 @@ def read_questions(path: Path) -> tuple[list[Question], list[str]]:
 
 def wrong_with(row: dict) -> str:
     """Why an object is no question; empty if it is one."""
-    missing = [name for name in ("question_id", "category", "turns") if name not in row]
-    if missing:
-        return f"field {', '.join(missing)} is missing"
-    turns = row["turns"]
+    turns = row.get("turns", [row.get("prompt")])
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) for turn in turns):
-        return "turns must be a list of at least one text"
+        return "it needs turns, a list of at least one text, or prompt, a text"
     if not turns[0].strip():
         return "the first turn is empty"
     if not is_text(turns[0]):
         return "the first turn holds half of a surrogate pair"
-    if not isinstance(row["question_id"], int | str) or not isinstance(row["category"], str):
+    named = isinstance(row.get("question_id", 0), int | str)
+    if not named or not isinstance(row.get("category", ""), str):
         return "question_id must be a number or a text, and category a text"
     return ""
 

@@ -14,10 +14,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from talon.checkpoint import atomic_file
 from talon.cli import note
 from talon.decoder import Decoder, Generation
-from talon.loading import gigabytes
+from talon.memory import gigabytes
 from talon.text import Engine, TextGeneration
 
 
@@ -116,6 +115,8 @@ def project_commit() -> str | None:
 
 
 def write_json(path: str, value: dict) -> None:
+    from talon.writing import atomic_file  # seldom needed
+
     with atomic_file(Path(path)) as file:
         # A file name from the shell may hold bytes that are no text: JSON has an escape for them.
         file.write(

@@ -32,6 +32,9 @@ class SamplingConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        for name, value in (("top_k", self.top_k), ("seed", self.seed)):
+            if not isinstance(value, int):
+                raise ValueError(f"{name} {value!r} is not allowed: give a whole number")
         if not 0 <= self.temperature <= HOTTEST:  # NaN fails too
             raise ValueError(
                 f"temperature {self.temperature} is not allowed: give a number >= 0 and <= "

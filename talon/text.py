@@ -20,7 +20,6 @@ import torch
 from talon.decoder import Decoder, Generation
 from talon.loading import (
     Files,
-    available_memory,
     device_name,
     dtype_name,
     fit_context,
@@ -31,8 +30,8 @@ from talon.loading import (
     open_files,
     pick_device,
     pick_dtype,
-    plan_memory,
 )
+from talon.memory import available_memory, plan_memory
 from talon.sampling import GREEDY, SamplingConfig
 from talon.tokenizer import StreamDecoder, Tokenizer, is_text
 from talon.trees import Tree, parse_tree
@@ -64,6 +63,10 @@ def encode(tokenizer: Tokenizer | None, prompt: Prompt) -> list[int]:
     return tokenizer.encode_chat(prompt)
 
 
+def message(role: str, content: str) -> dict:
+    return {"role": role, "content": content}
+
+
 def check_text(what: str, text: str) -> None:
     """Bytes that are no text come from the shell as lone surrogates, which no tokenizer takes."""
     if not is_text(text):
@@ -71,7 +74,7 @@ def check_text(what: str, text: str) -> None:
 
 
 def check_ends(max_new_tokens: int, stop: tuple[str, ...]) -> None:
-    if max_new_tokens < 0:
+    if not isinstance(max_new_tokens, int) or max_new_tokens < 0:
         raise ValueError(f"max_new_tokens {max_new_tokens} is not allowed: give a count >= 0")
     if any(not text for text in stop):
         raise ValueError("an empty stop text would end everything: give at least one character")
@@ -121,26 +124,19 @@ class Engine:
         prompt: Prompt,
         *,
         max_new_tokens: int = 256,
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        seed: int = 0,
         stop: str | tuple[str, ...] = (),
         ignore_eos: bool = False,
+        **sampling: float,
     ) -> "TextGeneration":
         """Start a generation. Iterate over it for the pieces of text; its fields hold ids and
-        measurements. Raises ValueError for a value that is not allowed."""
-        for name, value in (("max_new_tokens", max_new_tokens), ("top_k", top_k), ("seed", seed)):
-            if not isinstance(value, int):
-                raise ValueError(f"{name} {value!r} is not allowed: give a whole number")
+        measurements. sampling: temperature, top_k, top_p and seed, as in SamplingConfig. Raises
+        ValueError for a value that is not allowed."""
         stop = (stop,) if isinstance(stop, str) else tuple(stop)
         check_ends(max_new_tokens, stop)
-        sampling = SamplingConfig(temperature, top_k, top_p, seed)
         stop_ids = frozenset() if ignore_eos else self.eos_ids
-        ids = self.encode(prompt)
-        return TextGeneration(
-            self, Generation(self.decoder, ids, sampling, max_new_tokens, stop_ids), stop
-        )
+        ids, chosen = self.encode(prompt), SamplingConfig(**sampling)
+        generation = Generation(self.decoder, ids, chosen, max_new_tokens, stop_ids)
+        return TextGeneration(self, generation, stop)
 
 
 class TextGeneration:
@@ -230,47 +226,6 @@ def overlap(text: str, stop: str) -> int:
     return next(
         (n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0
     )
-
-
-class Conversation:
-    """Turns that follow each other: messages where a chat template is used, else one text that goes
-    on. Where the context is full, what is oldest falls away, but never the `opening` messages."""
-
-    def __init__(self, engine: Engine, chat: bool, opening: list[dict], room: int) -> None:
-        """room: tokens that an answer may take."""
-        self.engine, self.chat, self.opening = engine, chat, opening
-        self.turns: list = []  # messages, or ids
-        self.kept: list = []  # of them, in the prompt made last
-        context = engine.decoder.max_seq_length
-        self.limit = context - min(room, context // 4)
-
-    def prompt(self, line: str) -> list[int]:
-        """The ids of all turns with `line` behind them."""
-        check_text("the line", line)
-        self.kept = self.turns
-        ids = self.with_turns(line)
-        while self.kept and len(ids) > self.limit:
-            excess = len(ids) - self.limit
-            self.kept = self.kept[2:] if self.chat else self.kept[excess:]
-            ids = self.with_turns(line)
-        return ids
-
-    def with_turns(self, line: str) -> list[int]:
-        if self.chat:
-            last = message("user", line.rstrip("\n"))
-            return self.engine.encode([*self.opening, *self.kept, last])
-        return self.kept + self.engine.tokenizer.encode(line, add_bos=not self.turns)
-
-    def add(self, line: str, text: TextGeneration) -> bool:
-        """The line was answered. True if something fell away for it."""
-        lost = len(self.kept) < len(self.turns)
-        said = [message("user", line.rstrip("\n")), message("assistant", text.text)]
-        self.turns = self.kept + said if self.chat else text.generation.ids + text.tokens
-        return lost
-
-
-def message(role: str, content: str) -> dict:
-    return {"role": role, "content": content}
 
 
 # ---------------------------------------------------------------- loading

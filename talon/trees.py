@@ -1,7 +1,7 @@
 """Trees: what is grown and what is kept, without a tensor in it.
 
 A tree has a part that a head grows, chain, static or dynamic, and may have a chain of looked-up
-tokens below the same root. Leaves out: growing them (talon/drafters.py) and which one pays
+tokens below the same root. Leaves out: growing them (talon/drafters) and which one pays
 (talon/tuning/choice.py)."""
 
 import json

@@ -16,7 +16,8 @@ from eagle_draft import DraftConfig, DraftHead
 from model import ModelConfig, Transformer
 from talon.checkpoint import Checkpoint, TensorSpec
 from talon.kernels.linear import LINEARS
-from talon.loading import Files, MemoryPlan, pick_device, plan_memory
+from talon.loading import Files, pick_device
+from talon.memory import MemoryPlan, plan_memory
 from talon.sampling import SamplingConfig
 from talon.trees import parse_tree
 

@@ -20,7 +20,7 @@ from tiny import (
 from eagle_draft import Nodes, accept, ancestor_mask
 from model import At
 from talon.decoder import Decoder
-from talon.drafters import look_up, remember
+from talon.drafters.lookup import look_up, remember
 from talon.loading import fit_tree
 from talon.sampling import Greedy, SamplingConfig
 from talon.text import load

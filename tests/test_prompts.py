@@ -36,8 +36,8 @@ def write_lines(path: Path, *lines: str) -> Path:
         ("{", "not JSON"),
         ("[1]", "not a JSON object"),
         ("[" * 100_000, "not JSON"),
-        ('{"question_id": 1, "turns": ["x"]}', "category is missing"),
-        ('{"category": "a"}', "question_id, turns is missing"),
+        ('{"category": "a"}', "at least one text"),
+        ('{"prompt": ["x"]}', "at least one text"),
         ('{"question_id": 1, "category": "a", "turns": []}', "at least one text"),
         ('{"question_id": 1, "category": "a", "turns": "x"}', "at least one text"),
         ('{"question_id": 1, "category": "a", "turns": [5]}', "at least one text"),
@@ -49,6 +49,12 @@ def test_a_bad_line_is_named_by_its_number(tmp_path, line, problem):
     questions, problems = read_questions(write_lines(tmp_path / "q.jsonl", GOOD, "", line, GOOD))
     assert [q.line for q in questions] == [1, 4] and questions[0].text == "Hello"
     assert len(problems) == 1 and "line 3" in problems[0] and problem in problems[0]
+
+
+def test_a_question_needs_no_more_than_its_text(tmp_path):
+    lines = ('{"turns": ["one", "two"]}', '{"prompt": "three"}')
+    questions, problems = read_questions(write_lines(tmp_path / "q.jsonl", *lines))
+    assert questions == [Question(1, 1, "", "one"), Question(2, 2, "", "three")] and not problems
 
 
 def test_unreadable_question_files_are_one_line(tmp_path):

@@ -15,7 +15,7 @@ from torch import nn
 import quantize
 from model import Transformer
 from quantize import Plan, quantize_checkpoint, quantize_weight
-from talon.checkpoint import TensorSpec, read_checkpoint, write_checkpoint
+from talon.checkpoint import TensorSpec, read_checkpoint
 from talon.kernels.linear import (
     LINEARS,
     pack_int4,
@@ -25,6 +25,7 @@ from talon.kernels.linear import (
     unpacked,
 )
 from talon.loading import choose_operators, load_target, open_files
+from talon.writing import write_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
 CPU = torch.device("cpu")

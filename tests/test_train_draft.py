@@ -334,7 +334,7 @@ def test_acceptance_is_what_decoding_reaches(
     ("content", "says"),
     [
         (b"", "no conversation"),
-        (b"\xff\xfe\n", "line 1"),
+        (b"\xff\xfe\n", "UTF-8"),
         (b'{"ids": [1, 2, 3, 4], "spans": [[2, 4]]}\nnonsense\n', "line 2"),
         (b'{"messages": [{"role": "user", "content": "only a question"}]}\n', "no conversation"),
         (b"[1, 2]\n", "line 1"),

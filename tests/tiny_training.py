@@ -13,9 +13,10 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 import train_draft
 from model import ModelConfig, Transformer
 from talon import cli
-from talon.checkpoint import TensorSpec, read_checkpoint, write_checkpoint
+from talon.checkpoint import TensorSpec, read_checkpoint
 from talon.training.conversations import Conversation
 from talon.training.losses import TrainingConfig
+from talon.writing import write_checkpoint
 
 VOCAB = 300
 TEMPLATE = (

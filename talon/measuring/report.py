@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from talon.checkpoint import atomic_file
 from talon.cli import note
 from talon.measuring.methods import Decoded, Peer, TalonMethod
 from talon.records import markdown_table, short_commit
+from talon.writing import atomic_file
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

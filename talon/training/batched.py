@@ -13,7 +13,7 @@ from torch import Tensor
 
 from model import KVCache, ModelConfig, Transformer, TransformerBlock, rope_table, rotate
 from talon.cli import note
-from talon.loading import available_memory, gigabytes
+from talon.memory import available_memory, gigabytes
 from talon.sampling import Filtered
 
 SAMPLING_POOL = 64  # sampled tokens come from this many best ones

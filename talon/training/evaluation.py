@@ -18,7 +18,7 @@ from tqdm import tqdm
 from eagle_draft import DraftHead, Entries
 from model import At, Transformer
 from talon.decoder import RoundStats
-from talon.drafters import EagleDrafter
+from talon.drafters.eagle import EagleDrafter
 from talon.sampling import Greedy
 from talon.training.batched import BatchedDecoder, Slot
 from talon.training.conversations import Conversation

@@ -13,11 +13,12 @@ from torch import Tensor, nn
 
 from eagle_draft import DraftConfig, DraftHead, default_feature_layers
 from model import ModelConfig, Transformer
-from talon.checkpoint import TensorSpec, write_checkpoint
+from talon.checkpoint import TensorSpec
 from talon.kernels.linear import unpacked
 from talon.loading import fit_head, read_file, rows_of
 from talon.training.conversations import Conversation
 from talon.training.losses import TrainingConfig, UnrolledAttention
+from talon.writing import write_checkpoint
 
 # Weight of a token's rank against its count when the draft vocabulary is chosen.
 RANK_PRIOR = 30000

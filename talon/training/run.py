@@ -24,11 +24,11 @@ from tqdm import tqdm
 
 from eagle_draft import DraftHead
 from model import Transformer
-from talon.checkpoint import atomic_file
 from talon.cli import note
 from talon.training.conversations import Conversation
 from talon.training.head import borrow, write_head
 from talon.training.losses import Batch, Teacher, TrainingConfig, Unrolled, scale_inputs
+from talon.writing import atomic_file
 
 HEAD_FILE, STATE_FILE, LOG_FILE = "talon_draft.safetensors", "train_state.pt", "log.jsonl"
 STATE_KEYS = {"settings", "source", "step", "tokens", "data", "head", "optimizers", "cpu_s"}

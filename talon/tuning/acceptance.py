@@ -15,7 +15,9 @@ import torch
 from eagle_draft import Entries, Pick
 from model import At
 from talon.decoder import Decoder
-from talon.drafters import Candidates, RootOnly, look_up
+from talon.drafters.eagle import Candidates
+from talon.drafters.lookup import look_up
+from talon.drafters.source import RootOnly
 from talon.sampling import SamplingConfig
 from talon.trees import Tree
 

@@ -26,7 +26,6 @@ import torch
 
 from eagle_draft import DraftHead
 from model import Transformer
-from talon.checkpoint import atomic_file
 from talon.cli import note
 from talon.decoder import Decoder, Generation
 from talon.loading import Files, device_name, fit_tree, precision_name
@@ -36,6 +35,7 @@ from talon.trees import EAGLE1_PATHS, NO_TREE, Tree, parse_tree, static_tree, wi
 from talon.tuning import acceptance
 from talon.tuning.acceptance import Recording, paths_accepted
 from talon.tuning.costs import Costs, head_costs, medians, take_turns, target_pass
+from talon.writing import atomic_file
 
 ROWS = (1, 3, 6, 8, 16, 32, 64)  # of a target forward; other counts are interpolated
 BEAMS = (1, 4, 10)  # of a draft level

@@ -17,7 +17,8 @@ import torch
 from eagle_draft import DraftHead, Entries, Nodes
 from model import At
 from talon.decoder import Decoder
-from talon.drafters import EagleDrafter, LookupDrafter
+from talon.drafters.eagle import EagleDrafter
+from talon.drafters.lookup import LookupDrafter
 from talon.graphs import as_it_is, compile_region
 from talon.sampling import Greedy
 from talon.trees import NO_TREE, Tree, chain, dynamic_tree, with_lookup

@@ -66,7 +66,7 @@ def read_message(message: object, where: str) -> dict:
 def encode(engine: Engine, fields: dict, chat: bool) -> list[int]:
     """The ids of a conversation, or of a prompt, which may be ids itself."""
     if not chat:
-        prompt = fields.get("prompt", "")
+        prompt = fields.get("prompt")
         if isinstance(prompt, list) and any(type(token) is not int for token in prompt):
             raise Refused("prompt must be one text, or one list of token ids", param="prompt")
         return engine.encode(prompt)

@@ -23,33 +23,29 @@ from talon.text import Engine
 MOST_HEAD, MOST_BODY = 2**16, 2**20  # bytes
 PATIENCE, LINGER = 20.0, 2.0  # seconds for a request to arrive or an answer to go, and to part
 REQUEST = re.compile(rb"([A-Z]+) (/[!-~]*) HTTP/1\.[01]\r\n")
-LOCAL = ("localhost", "127.0.0.1", "[::1]", "")  # no browser leaves Host out
+LOCAL = ("localhost", "127.0.0.1", "")  # no browser leaves Host out
 CHATS = {"/v1/chat/completions": True, "/v1/completions": False}
-KINDS = {
-    bytes: "text/html; charset=utf-8",
-    dict: "application/json",
-    type(None): "text/event-stream",
-}
+KINDS = {bytes: "text/html; charset=utf-8", dict: "application/json", str: "text/event-stream"}
+MORE = {401: ["WWW-Authenticate: Bearer"], 405: ["Allow: GET, HEAD, POST"]}
 FAULTS = {
     asyncio.TimeoutError: (408, "the request took too long to arrive"),
     asyncio.IncompleteReadError: (400, "the request ends too early"),
     asyncio.LimitOverrunError: (431, f"the head of the request has more than {MOST_HEAD} bytes"),
+    asyncio.CancelledError: (503, "the server is stopping"),
     HTTPException: (431, "the request has too many headers"),
     RecursionError: (400, "the body is nested too deeply"),
-    asyncio.CancelledError: (503, "the server is stopping"),
-    ValueError: (400, ""),
+    ValueError: (400, ""),  # speaks for itself
 }
 
 
 class Server:
-    """One engine for many clients. `card` is the API's `model` and `system_fingerprint`; a `local`
-    server answers under this machine's own names only."""
+    """One engine for many clients. `card` holds the API's `model` and `system_fingerprint`. A
+    `local` server is asked under this machine's own names only."""
 
     def __init__(self, engine: Engine, card: dict, api_key: str = "", local: bool = True) -> None:
         self.engine, self.card, self.api_key, self.local = engine, card, api_key, local
         self.turn = asyncio.Lock()
-        model = {"id": card["model"], "object": "model", "created": 0, "owned_by": "talon"}
-        model["description"] = f"{card['model']}: {card['system_fingerprint']}"
+        model = {"id": card["model"], "object": "model", "created": 0, "owned_by": "talon", **card}
         self.pages = {
             "/": Path(__file__).with_name("page.html").read_bytes(),
             "/health": {"status": "ok"},
@@ -85,19 +81,20 @@ class Exchange:
         self, server: Server, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         self.server, self.reader, self.writer = server, reader, writer
-        self.streaming, self.probed, self.broken = False, False, select.poll()
+        self.method, self.streaming, self.probed = "", False, False
+        self.broken = select.poll()
         self.broken.register(writer.get_extra_info("socket"), 0)
         writer.transport.set_write_buffer_limits(0)  # to drain is to have all sent
 
     async def answer(self) -> None:
         try:
-            method, path, body = await asyncio.wait_for(self.read(), PATIENCE)
+            path, body = await asyncio.wait_for(self.read(), PATIENCE)
             page, chat = self.server.pages.get(path), CHATS.get(path)
             if page is None and chat is None:
-                raise Refused(f"there is no {path[:60]!r} here", 404)
-            if method != ("GET" if chat is None else "POST"):
-                raise Refused(f"{path} does not take {method[:60]}", 405)
-            if page is not None:
+                raise Refused(f"there is no {path[:60]} here", 404)
+            if self.method not in (("GET", "HEAD") if chat is None else ("POST",)):
+                raise Refused(f"{path} does not take {self.method[:60]}", 405)
+            if chat is None:
                 self.send(200, page)
             else:
                 await self.complete(json.loads(body), chat)
@@ -106,20 +103,22 @@ class Exchange:
         except BaseException as error:
             self.refuse(error)
 
-    async def read(self) -> tuple[str, str, bytes]:
-        """Method, path and body of the request; refuses who may not ask before the body comes."""
+    async def read(self) -> tuple[str, bytes]:
+        """Path and body of the request; who may not ask is refused before the body comes."""
         head = await self.reader.readuntil(b"\r\n\r\n")
         if not (asked := REQUEST.match(head)):
             raise Refused("this is not an HTTP/1.1 request")
-        method, path = asked[1].decode(), asked[2].decode().partition("?")[0]
+        self.method, path = asked[1].decode(), asked[2].decode().partition("?")[0]
         headers = parse_headers(io.BytesIO(head[asked.end() :]))
+        if headers.defects:
+            raise Refused("the headers are damaged")
         self.server.check_caller(path, headers)
         length = ",".join(headers.get_all("Content-Length", ["0"]))
-        if headers.defects or "Transfer-Encoding" in headers or not length.isdecimal():
-            raise Refused("the headers are damaged or do not say the length of the body", 411)
-        if len(length) > 9 or int(length) > MOST_BODY:
-            raise Refused(f"the body has {length[:60]} bytes: {MOST_BODY} are allowed", 413)
-        return method, path, await self.reader.readexactly(int(length))
+        if "Transfer-Encoding" in headers or not re.fullmatch("[0-9]{1,18}", length):
+            raise Refused("the length of the body is not known: send Content-Length", 411)
+        if int(length) > MOST_BODY:
+            raise Refused(f"the body has {length} bytes: {MOST_BODY} are allowed", 413)
+        return path, await self.reader.readexactly(int(length))
 
     async def complete(self, fields: object, chat: bool) -> None:
         """Wait for the turn, and answer with a text. A long prompt is read in parts."""
@@ -157,17 +156,18 @@ class Exchange:
         if self.writer.is_closing() or (self.reader.at_eof() and self.broken.poll(0)):
             raise ConnectionAbortedError
 
-    def send(self, status: int, body: bytes | dict | None) -> None:
-        """The head of an answer, and its body: a page, an object, or None where events follow."""
+    def send(self, status: int, body: bytes | dict | str) -> None:
+        """The head of an answer, and its body: a page, an object, or the beginning of a stream."""
         data = json.dumps(body).encode() if isinstance(body, dict) else body
         lines = [f"HTTP/1.1 {status} {HTTPStatus(status).phrase}", "Connection: close"]
         lines += [f"Content-Type: {KINDS[type(body)]}", "Cache-Control: no-store"]
-        lines += [] if data is None else [f"Content-Length: {len(data)}"]
-        self.writer.write("\r\n".join((*lines, "\r\n")).encode() + (data or b""))
+        lines += [f"Content-Length: {len(data)}"] if data else []
+        self.writer.write("\r\n".join((*lines, *MORE.get(status, ()), "\r\n")).encode())
+        self.writer.write(data if data and self.method != "HEAD" else b"")
 
     def send_event(self, data: dict | str) -> None:
         if not self.streaming:
-            self.send(200, None)
+            self.send(200, "")
         self.streaming = True
         event = data if isinstance(data, str) else json.dumps(data)
         self.writer.write(f"data: {event}\n\n".encode())
@@ -175,8 +175,8 @@ class Exchange:
     def refuse(self, error: BaseException) -> None:
         """Say what is wrong. A mistake of ours is shown here, with its traceback."""
         if not isinstance(error, Refused):
-            kind = next((kind for kind in FAULTS if isinstance(error, kind)), Exception)
-            if kind is Exception:
+            kind = next((kind for kind in FAULTS if isinstance(error, kind)), None)
+            if kind is None:
                 traceback.print_exception(error)
             status, message = FAULTS.get(kind, (500, "the server made a mistake: see its log"))
             error = Refused(message or one_line(error), status)

@@ -7,21 +7,19 @@ Text goes to standard output, everything else to standard error. Leaves out: the
 (talon/text.py)."""
 
 import os
-import platform
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
 
-from talon.checking import check_sample
 from talon.cli import DEMO, Parser, check_output, note, run
 from talon.decoder import Decoder
 from talon.loading import DTYPES, Files, fit_context, open_files
-from talon.records import compilations, describe, project_commit, sample_record, write_json
+from talon.records import Results, compilations, write_json
 from talon.sampling import SamplingConfig
 from talon.text import (
     Engine,
@@ -32,6 +30,7 @@ from talon.text import (
     encode,
     load,
     load_files,
+    message,
     read_options,
 )
 from talon.tokenizer import TOKENIZER_FILES, Tokenizer
@@ -211,7 +210,7 @@ def wants_chat(args: Namespace, tokenizer: Tokenizer | None) -> bool:
 
 def opening(args: Namespace) -> list[dict]:
     """The messages that a conversation begins with."""
-    return [{"role": "system", "content": args.system}] if args.system is not None else []
+    return [message("system", args.system)] if args.system is not None else []
 
 
 def prompt_ids(args: Namespace, files: Files, prompt: str | list[int] | None) -> list[int] | None:
@@ -225,7 +224,7 @@ def prompt_ids(args: Namespace, files: Files, prompt: str | list[int] | None) ->
     if prompt is None:
         return None
     if chat:
-        prompt = [*opening(args), {"role": "user", "content": prompt}]
+        prompt = [*opening(args), message("user", prompt)]
     return encode(files.tokenizer, prompt)
 
 
@@ -293,33 +292,10 @@ def prepare(args: Namespace, files: Files, options: Options) -> Engine:
 # ---------------------------------------------------------------- the answers
 
 
-@dataclass
-class Results:
-    """What --json writes, as far as it has come."""
-
-    samples: list[dict] = field(default_factory=list)
-    checks: list[dict] = field(default_factory=list)
-
-    def add(self, text: TextGeneration) -> None:
-        """Measure a finished text, and tell people."""
-        self.samples.append(sample_record(text.generation, text.text if text.stream else None))
-        note(describe(self.samples[-1], text.engine.decoder.tree.nodes > 1))
-
-    def to_json(self, engine: Engine, argv: list[str], recompiles: int) -> dict:
-        top = {"argv": argv, **engine.card, "recompiles": recompiles, "commit": project_commit()}
-        top["versions"] = {"torch": torch.__version__, "python": platform.python_version()}
-        if self.checks:
-            wrong = (check for check in self.checks if not check["identical"])
-            top["check"] = next(wrong, self.checks[0])
-        return {**top, "samples": self.samples}
-
-
 def start(engine: Engine, args: Namespace, prompt: list, index: int = 0) -> TextGeneration:
-    s = sampling_of(args, index)
-    return engine.generate(
-        prompt, max_new_tokens=args.max_new_tokens, temperature=s.temperature, top_k=s.top_k,
-        top_p=s.top_p, seed=s.seed, stop=tuple(args.stop), ignore_eos=args.ignore_eos,
-    )  # fmt: skip
+    ends = {"stop": tuple(args.stop), "ignore_eos": args.ignore_eos}
+    sampling = asdict(sampling_of(args, index))
+    return engine.generate(prompt, max_new_tokens=args.max_new_tokens, **ends, **sampling)
 
 
 def show(text: TextGeneration, highlight: bool) -> None:
@@ -335,6 +311,8 @@ def sample_all(engine: Engine, args: Namespace, ids: list[int], results: Results
     """Generate --num_samples texts; returns the exit code."""
     plain = None
     if args.check:
+        from talon.checking import check_sample
+
         plain = Decoder(engine.decoder.model, engine.decoder.max_seq_length, compile=args.compile)
     for index in range(args.num_samples):
         engine.decoder.forget()  # every sample is timed with its own prefill
@@ -362,11 +340,12 @@ def warn_if_useless(record: dict) -> None:
 
 
 def converse(engine: Engine, args: Namespace, results: Results) -> int:
-    """Turns from standard input until its end. The conversation is kept, and its cached prefix is
-    not run again. A line that cannot be answered is refused and forgotten. Returns the exit code.
-    """
-    chat, history = wants_chat(args, engine.tokenizer), opening(args)
-    ids: list[int] = []
+    """Turns from standard input until its end. The cached prefix of the conversation is not run
+    again. A line that cannot be answered is refused and forgotten. Returns the exit code."""
+    from talon.conversation import Conversation
+
+    chat = wants_chat(args, engine.tokenizer)
+    conversation = Conversation(engine, chat, opening(args), args.max_new_tokens)
     code = 0
     note("type a line and press enter; end of file or Ctrl-C leaves")
     while True:
@@ -376,18 +355,15 @@ def converse(engine: Engine, args: Namespace, results: Results) -> int:
             return code
         if not line.strip():
             continue
-        turn = {"role": "user", "content": line.rstrip("\n")}
         try:
-            check_text("the line", line)
-            words = engine.tokenizer.encode(line, add_bos=not ids) if not chat else []
-            text = start(engine, args, [*history, turn] if chat else ids + words)
+            text = start(engine, args, conversation.prompt(line))
         except ValueError as error:
             note(f"error: {error}")
             code = 2
             continue
         show(text, args.highlight)
-        history += [turn, {"role": "assistant", "content": text.text}]
-        ids = text.generation.ids + text.tokens
+        if conversation.add(line, text):
+            note("note: the context is full: the oldest turns fell away")
         results.add(text)
 
 
@@ -411,10 +387,14 @@ def profiled(path: str | None) -> Iterator[None]:
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     check_args(args)
-    tuning = {"tune": "again" if args.retune else "once", "sampling": sampling_of(args)}
+    tuning = {"tune": "measure", "sampling": sampling_of(args)}
     options = read_options(args.tree, args.device, args.dtype, None, args.compile, **tuning)
     prompt = read_prompt(args)
     files = open_checkpoints(args)
+    if args.retune:
+        from talon.tuning.choice import forget_choices  # as in talon/text.py: seldom needed
+
+        forget_choices(args.checkpoint_path)
     ids = prompt_ids(args, files, prompt)
     context = context_for(args, files, ids)
     engine = prepare(args, files, replace(options, max_seq_length=context))

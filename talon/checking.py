@@ -34,21 +34,26 @@ def slow_greedy(model: Transformer, ids: list[int], max_new_tokens: int) -> list
 
 
 def check_sample(plain: Decoder, text: TextGeneration) -> dict:
-    """Decode the same prompt plainly, to the same end, and compare ids. `gap`: how much higher the
-    plain token's value is than the drafted one's where they first differ, in the logits (or noisy
-    logits) that plain decoding chose by; None where one text only ends earlier or a filter excludes
-    the drafted token."""
+    """Decode the same prompt plainly, to the same end, and compare the ids."""
     run, engine = text.generation, text.engine
     alone = Engine(plain, engine.tokenizer, tuple(engine.eos_ids), engine.card)
     again = Generation(plain, run.ids, run.sampling, run.budget, run.stop_ids)
     for _ in TextGeneration(alone, again, text.stop):
         pass
-    if run.tokens == again.tokens:
+    return compare_ids(plain, run.ids, run.tokens, again.tokens, run.sampling)
+
+
+def compare_ids(
+    plain: Decoder, ids: list[int], tokens: list[int], wanted: list[int], sampling: SamplingConfig
+) -> dict:
+    """Whether two continuations of `ids` are equal, else where they first differ and the gap there:
+    how much higher the wanted token stands, in the logits (or noisy logits) that plain decoding
+    chose by; None where one of them only ends earlier or a filter excludes the other token."""
+    if tokens == wanted:
         return {"identical": True, "first_difference": None, "gap": None}
-    first, gap = common_length(run.tokens, again.tokens), None
-    if first < min(len(run.tokens), len(again.tokens)):
-        ids = run.ids + again.tokens[:first]
-        gap = choice_gap(plain, ids, again.tokens[first], run.tokens[first], run.sampling)
+    first, gap = common_length(tokens, wanted), None
+    if first < min(len(tokens), len(wanted)):
+        gap = choice_gap(plain, ids + wanted[:first], wanted[first], tokens[first], sampling)
     return {"identical": False, "first_difference": first, "gap": gap}
 
 

@@ -13,6 +13,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -67,18 +68,20 @@ class Checkpoint:
     source: dict
     specs: dict[str, TensorSpec]  # in the order they were written
 
+    @cached_property
+    def mapped(self) -> safe_open:
+        """The file, mapped into memory once, however many of its tensors are read."""
+        return open_safetensors(self.path)
+
     def tensor(self, name: str) -> Tensor:
         """One tensor on the CPU; KeyError for an unknown name."""
         if name not in self.specs:
             raise KeyError(name)
-        with open_safetensors(self.path) as file:
-            return file.get_tensor(name)
+        return self.mapped.get_tensor(name)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every (name, tensor) in file order, one at a time."""
-        with open_safetensors(self.path) as file:
-            for name in self.specs:
-                yield name, file.get_tensor(name)
+        return ((name, self.tensor(name)) for name in self.specs)
 
 
 def check_weight_file(path: Path) -> int:
@@ -135,13 +138,11 @@ def read_header(path: Path) -> tuple[dict[str, str], dict[str, TensorSpec]]:
     return metadata, specs
 
 
-@contextmanager
-def open_safetensors(path: Path) -> Iterator[safe_open]:
+def open_safetensors(path: Path) -> safe_open:
     """`safe_open` on the CPU, its errors turned into one line that names the file."""
     check_weight_file(path)
     try:
-        with safe_open(path, framework="pt", device="cpu") as file:
-            yield file
+        return safe_open(path, framework="pt", device="cpu")
     except SafetensorError as error:
         raise ValueError(
             f"{path} cannot be read as safetensors ({error}); download it again"

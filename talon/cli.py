@@ -1,7 +1,7 @@
 """What every command line of the project shares: one-line errors and exit codes.
 
-0 success, 1 a check failed, 2 bad input (one line on standard error), 130 interrupted.
-"""
+0 success, 1 a check failed or the model computes NaN, 2 bad input (one line on standard error), 130
+interrupted."""
 
 import argparse
 import os
@@ -38,9 +38,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def prepare_streams() -> None:
-    """Give the program streams that never fail on a character, whatever locale and shell left it
-    with.
-    """
+    """Give the program streams that never fail on a character, whatever locale and shell it has."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:  # closed by the shell, as in `>&-`
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))
@@ -50,9 +48,7 @@ def prepare_streams() -> None:
 
 
 def abandon_stdout() -> None:
-    """Drop what standard output could not take, or the interpreter would try and complain once more
-    at its end.
-    """
+    """Drop what standard output could not take, or the interpreter would try again at its end."""
     try:
         sys.stdout.flush()
     except OSError:
@@ -92,9 +88,7 @@ def check_output(flag: str, path: Path, inputs: list[Path]) -> None:
 
 
 def run(main: Callable[[], int]) -> NoReturn:
-    """Run a command's main and leave with its exit code; a user's mistake never becomes a
-    traceback.
-    """
+    """Run a command's main and leave with its exit code; a user's mistake is never a traceback."""
     prepare_streams()
     try:
         code = main()
@@ -105,6 +99,10 @@ def run(main: Callable[[], int]) -> NoReturn:
             sys.exit(0)
         print(f"error: {one_line(error)}", file=sys.stderr)
         code = 2
+    except FloatingPointError as error:
+        abandon_stdout()
+        print(f"error: {one_line(error)}", file=sys.stderr)
+        code = 1
     except KeyboardInterrupt:
         print(file=sys.stderr)
         code = 130

@@ -4,9 +4,11 @@ Regions, not the whole model, are compiled: a transformer block serves all layer
 levels. On a GPU the pieces of a round are then captured together in one CUDA graph. Leaves out:
 what a round consists of (talon/decoder.py)."""
 
+import gc
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from inspect import signature
 from types import FunctionType
 
 import torch
@@ -76,8 +78,7 @@ class PhaseClock:
         self.seconds = {"draft": 0.0, "verify": 0.0}
 
     def start(self) -> None:
-        if self.on_gpu:
-            self.events = []
+        self.events = []
         self.mark("start")
 
     def mark(self, phase: str) -> None:
@@ -107,21 +108,37 @@ class Graph:
     events: Events
 
 
-def capture(step: Callable[[], None], state: Sequence[Tensor], clock: PhaseClock) -> Graph:
-    """Record a round as a CUDA graph. It is rehearsed first, which compiles: the rehearsal may
-    write slots that are not committed, and `state` is given back what it held."""
-    before = [tensor.clone() for tensor in state]
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    for tensor, value in zip(state, before, strict=True):
-        tensor.copy_(value)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return Graph(graph, clock.events)
+class Recorder:
+    """Captures the rounds of a decoder, all in one pool of memory: no two run at once, and what a
+    round leaves lies in the decoder's own buffers. The largest, captured first, serves the rest."""
+
+    def __init__(self, clock: PhaseClock, compiled: bool) -> None:
+        self.clock, self.pool = clock, torch.cuda.graph_pool_handle()
+        self.stream = torch.cuda.Stream()
+        # Newer releases can tell at a replay that an input was freed; but they watch the capture by
+        # a dispatch mode, under which compiled regions refuse to run.
+        known = "check_input_liveness" in signature(torch.cuda.graph).parameters
+        self.options = {"check_input_liveness": True} if known and not compiled else {}
+
+    def capture(self, step: Callable[[], None], state: Sequence[Tensor]) -> Graph:
+        """Record a round. It is rehearsed first, which compiles: the rehearsal may write slots that
+        are not committed, and `state` is given back what it held."""
+        before = [tensor.clone() for tensor in state]
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            step()
+        torch.cuda.current_stream().wait_stream(self.stream)
+        for tensor, value in zip(state, before, strict=True):
+            tensor.copy_(value)
+        graph, collecting = torch.cuda.CUDAGraph(), gc.isenabled()
+        gc.disable()  # to destroy a dead decoder's graphs now would break the capture
+        try:
+            with torch.cuda.graph(graph, self.pool, self.stream, **self.options):
+                step()
+        finally:
+            if collecting:
+                gc.enable()
+        return Graph(graph, self.clock.events)
 
 
 @dataclass

@@ -1,9 +1,11 @@
-"""From files to modules: read, check, fit together, and plan the memory before anything is loaded.
+"""From files to modules: read, check, fit together.
 
 Nothing is inferred from a name and nothing is left to chance: every parameter has its tensor, from
 its own file or borrowed from the target by rule; what does not fit is refused with both numbers.
-Leaves out: other projects' files (convert_hf_checkpoint.py), decoding (talon/decoder.py)."""
+Leaves out: other projects' files (convert_hf_checkpoint.py), how much memory that takes
+(talon/memory.py), decoding (talon/decoder.py)."""
 
+import functools
 import platform
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -12,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from eagle_draft import DraftConfig, DraftHead, default_feature_layers
-from model import ModelConfig, Transformer
+from model import Attention, ModelConfig, Transformer
 from talon.checkpoint import Checkpoint, read_checkpoint
-from talon.kernels.linear import QuantizedLinear, pack, swap_linears
+from talon.cli import note
+from talon.kernels import cpu_kernels
 from talon.tokenizer import TOKENIZER_FILES, Tokenizer, load_tokenizer
 from talon.trees import NO_TREE, PRESETS, Tree, parse_tree
 
@@ -25,8 +28,9 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def pick_device(name: str) -> torch.device:
+    """The device of that name; a GPU is made ready."""
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
     except RuntimeError:
@@ -35,7 +39,19 @@ def pick_device(name: str) -> torch.device:
         raise ValueError(f"device {name} is asked for, but torch finds no GPU: give --device cpu")
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"device {name!r} is not supported: give auto, cpu or cuda")
+    if device.type == "cuda":
+        make_ready(device)
     return device
+
+
+def make_ready(gpu: torch.device) -> None:
+    """Settings of torch for a GPU, in this one place. Parts of a sum are not rounded to 16 bits:
+    how many there are differs between one row and many, and near ties would flip. Streams and
+    graphs are made on the current GPU, so this is to be it."""
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+    if gpu.index is not None:
+        torch.cuda.set_device(gpu)
 
 
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:
@@ -141,47 +157,54 @@ def find_tokenizer(directory: Path, config: ModelConfig) -> Tokenizer | None:
 
 
 def fill(
-    module: nn.Module, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype
+    module: nn.Module,
+    checkpoint: Checkpoint,
+    device: torch.device,
+    dtype: torch.dtype,
+    prefix: str = "",
 ) -> None:
-    """Give every parameter of a module on the meta device its tensor: each exactly one, none left
-    over."""
-    wanted = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
-    missing, unused = (
-        wanted.keys() - checkpoint.specs.keys(),
-        checkpoint.specs.keys() - wanted.keys(),
-    )
-    if missing or unused:
-        raise ValueError(
-            f"{checkpoint.path} does not match its own configuration (missing: "
-            f"{sorted(missing)[:3] or 'none'}, unused: {sorted(unused)[:3] or 'none'}): convert it "
-            "again"
-        )
-    for name, shape in wanted.items():
-        if checkpoint.specs[name].shape != shape:
+    """Give every parameter of a module on the meta device its tensor: each exactly one of those
+    under `prefix`, none left over."""
+    wanted = {prefix + name: tuple(t.shape) for name, t in module.state_dict().items()}
+    found = {n: spec.shape for n, spec in checkpoint.specs.items() if n.startswith(prefix)}
+    for name in sorted(wanted.keys() | found.keys()):
+        if wanted.get(name) != found.get(name):
             raise ValueError(
-                f"{checkpoint.path}: {name} has shape {list(checkpoint.specs[name].shape)}, but "
-                f"its configuration says {list(shape)}: convert it again"
+                f"{checkpoint.path} does not match its own configuration ({name} is "
+                f"{found.get(name, 'missing')} in the file, {wanted.get(name, 'unused')} by the "
+                "configuration): convert it again"
             )
+    # A quantised layer's numbers stay as they are stored; packing gives them the device's form.
     quantized = tuple(f"{layer}." for layer in (checkpoint.quantization or {}).get("layers", {}))
     state = {}
-    for name, tensor in checkpoint.tensors():
-        # The numbers of a quantised layer stay as they are stored; packing gives them the device's
-        # form.
-        cast = tensor.is_floating_point() and not name.startswith(quantized or ("\0",))
-        state[name] = tensor.to(device=device, dtype=dtype if cast else tensor.dtype)
+    for name in wanted:
+        tensor = checkpoint.tensor(name)
+        cast = tensor.is_floating_point() and not name.startswith(quantized)
+        state[name.removeprefix(prefix)] = tensor.to(device, dtype if cast else tensor.dtype)
     module.load_state_dict(state, strict=True, assign=True)
     module.requires_grad_(False).eval()
+
+
+def empty_module(
+    kind: type[nn.Module], config: ModelConfig | DraftConfig, checkpoint: Checkpoint
+) -> nn.Module:
+    """A target or a head on the meta device, its quantised linears swapped in."""
+    with torch.device("meta"):
+        module = kind(config)
+    if checkpoint.quantization:
+        from talon.kernels.linear import swap_linears  # which only quantised files need
+
+        swap_linears(module, checkpoint.quantization)
+    return module
 
 
 def load_target(
     files: Files, device: torch.device, dtype: torch.dtype, pack_for: torch.device | None = None
 ) -> Transformer:
-    """The model of a target file, its quantised linears packed for the device, or for another one
-    that it will be moved to."""
+    """The model of a target file, its operators those of the device, or of another one that it will
+    be moved to."""
     config, checkpoint = files.config, files.target
-    with torch.device("meta"):
-        model = Transformer(config)
-    swap_linears(model, checkpoint.quantization)
+    model = empty_module(Transformer, config, checkpoint)
     tied = config.tied and "output.weight" not in checkpoint.specs
     if tied:
         model.output = None
@@ -189,8 +212,37 @@ def load_target(
     if tied:
         model.output = nn.Linear(config.dim, config.vocab_size, bias=False, device="meta")
         model.output.weight = model.tok_embeddings.weight
-    pack(model, pack_for or device, dtype)
+    choose_operators(model, pack_for or device, dtype)
     return model
+
+
+@functools.cache
+def has_cpu_operators() -> bool:
+    """Whether the CPU operators for a few rows can be compiled here; why not is said once."""
+    try:
+        cpu_kernels.load()
+    except ValueError as error:
+        note(f"note: {error}; torch's own operators are used, which are slower for a few rows")
+        return False
+    return True
+
+
+def choose_operators(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+    """Let a module's linear layers and attention run by what `device` has for a few rows; dtype is
+    that of the activations. In place; what has been done is not done again.
+
+    No other place rewires modules."""
+    for layer in module.modules():
+        if hasattr(layer, "pack"):  # a quantised one
+            layer.pack(device, dtype)
+    if device.type != "cpu" or dtype != torch.float32 or not has_cpu_operators():
+        return
+    for parent in list(module.modules()):
+        if isinstance(parent, Attention):
+            parent.attend = cpu_kernels.attend_rows
+        for name, child in list(parent.named_children()):
+            if type(child) is nn.Linear and child.weight.dtype == torch.float32:
+                setattr(parent, name, cpu_kernels.RowsLinear(child))
 
 
 def fit_head(path: str | Path, head: DraftConfig, target: ModelConfig) -> DraftConfig:
@@ -226,9 +278,7 @@ def load_head(
 ) -> DraftHead:
     """A head in the target's compute dtype; what its file lacks is borrowed from the target."""
     config, checkpoint = files.head_config, files.head
-    with torch.device("meta"):
-        head = DraftHead(config)
-    swap_linears(head, checkpoint.quantization)
+    head = empty_module(DraftHead, config, checkpoint)
     identity = "d2t" not in checkpoint.specs
     if identity and config.draft_vocab_size != config.vocab_size:
         raise ValueError(
@@ -249,13 +299,13 @@ def load_head(
         head.tok_embeddings = model.tok_embeddings
     if not config.own_output:
         head.output = model.output if identity else rows_of(model.output, ids)
-    pack(head, device, dtype)
+    choose_operators(head, device, dtype)
     return head
 
 
 def rows_of(linear: nn.Module, ids: Tensor) -> nn.Module:
     """The target's lm_head reduced to the rows of a draft vocabulary; a quantised one stays so."""
-    if isinstance(linear, QuantizedLinear):
+    if hasattr(linear, "rows_of"):
         return linear.rows_of(ids)
     reduced = nn.Linear(linear.in_features, ids.shape[0], bias=False, device="meta")
     reduced.weight = nn.Parameter(linear.weight[ids], requires_grad=False)
@@ -305,81 +355,3 @@ def fit_tree(asked: Tree | None, head: DraftConfig | None) -> Tree:
             f"has {size}: lower top_k to {size} or less"
         )
     return tree
-
-
-# ---------------------------------------------------------------- the memory plan
-
-
-@dataclass(frozen=True)
-class MemoryPlan:
-    """Bytes that a decoder will hold. `available` is None where the system does not say."""
-
-    target: int
-    head: int
-    caches: int
-    workspace: int
-    available: int | None = None
-
-    @property
-    def total(self) -> int:
-        return self.target + self.head + self.caches + self.workspace
-
-    def check(self) -> None:
-        if self.available is None or self.total <= self.available:
-            return
-        raise ValueError(
-            f"this needs {gigabytes(self.total)} (target {gigabytes(self.target)}, head "
-            f"{gigabytes(self.head)}, caches {gigabytes(self.caches)}, workspace "
-            f"{gigabytes(self.workspace)}) but the device has {gigabytes(self.available)} free: "
-            "quantise with quantize.py --mode int8 or int4, or lower --max_seq_length"
-        )
-
-
-def gigabytes(count: int) -> str:
-    return f"{count / 1e9:.2f} GB"
-
-
-def loaded_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> int:
-    """Bytes of a file's tensors once loaded: floating point ones outside quantised layers in the
-    compute dtype."""
-    quantized = tuple(f"{layer}." for layer in (checkpoint.quantization or {}).get("layers", {}))
-    total = 0
-    for name, spec in checkpoint.specs.items():
-        cast = spec.dtype.is_floating_point and not name.startswith(quantized or ("\0",))
-        size = dtype.itemsize if cast else spec.dtype.itemsize
-        total += size * torch.Size(spec.shape).numel()
-    return total
-
-
-def plan_memory(
-    files: Files,
-    max_seq_length: int,
-    tree: Tree,
-    dtype: torch.dtype,
-    available: int | None,
-    chunk: int = 256,
-) -> MemoryPlan:
-    """What decoding will need, from the files' headers alone."""
-    c, d = files.config, files.head_config
-    rows = tree.cache_rows(max_seq_length, chunk)
-    caches = 2 * c.n_layer * c.n_kv_head * c.head_dim * rows * dtype.itemsize
-    if d is not None:
-        caches += 2 * d.n_kv_head * d.head_dim * rows * dtype.itemsize
-    scores = 2 * c.n_head * chunk * rows * 4  # attention of one prefill chunk, in fp32
-    logits = 3 * tree.nodes * c.vocab_size * 4  # of a tree, with noise and filter
-    hidden = 8 * chunk * c.intermediate_size * dtype.itemsize
-    head = loaded_bytes(files.head, dtype) if files.head else 0
-    workspace = scores + logits + hidden
-    return MemoryPlan(loaded_bytes(files.target, dtype), head, caches, workspace, available)
-
-
-def available_memory(device: torch.device) -> int | None:
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    try:
-        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return None

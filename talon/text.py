@@ -17,11 +17,9 @@ from pathlib import Path
 
 import torch
 
-from talon.cli import note
 from talon.decoder import Decoder, Generation
 from talon.loading import (
     Files,
-    available_memory,
     device_name,
     dtype_name,
     fit_context,
@@ -32,10 +30,8 @@ from talon.loading import (
     open_files,
     pick_device,
     pick_dtype,
-    plan_memory,
-    precision_name,
 )
-from talon.prompts import tuning_prompts
+from talon.memory import available_memory, plan_memory
 from talon.sampling import GREEDY, SamplingConfig
 from talon.tokenizer import StreamDecoder, Tokenizer, is_text
 from talon.trees import Tree, parse_tree
@@ -67,6 +63,10 @@ def encode(tokenizer: Tokenizer | None, prompt: Prompt) -> list[int]:
     return tokenizer.encode_chat(prompt)
 
 
+def message(role: str, content: str) -> dict:
+    return {"role": role, "content": content}
+
+
 def check_text(what: str, text: str) -> None:
     """Bytes that are no text come from the shell as lone surrogates, which no tokenizer takes."""
     if not is_text(text):
@@ -74,7 +74,7 @@ def check_text(what: str, text: str) -> None:
 
 
 def check_ends(max_new_tokens: int, stop: tuple[str, ...]) -> None:
-    if max_new_tokens < 0:
+    if not isinstance(max_new_tokens, int) or max_new_tokens < 0:
         raise ValueError(f"max_new_tokens {max_new_tokens} is not allowed: give a count >= 0")
     if any(not text for text in stop):
         raise ValueError("an empty stop text would end everything: give at least one character")
@@ -124,28 +124,19 @@ class Engine:
         prompt: Prompt,
         *,
         max_new_tokens: int = 256,
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        seed: int = 0,
         stop: str | tuple[str, ...] = (),
         ignore_eos: bool = False,
+        **sampling: float,
     ) -> "TextGeneration":
         """Start a generation. Iterate over it for the pieces of text; its fields hold ids and
-        measurements. Raises ValueError for a value that is not allowed."""
-        for name, value in (("max_new_tokens", max_new_tokens), ("top_k", top_k), ("seed", seed)):
-            if not isinstance(value, int):
-                raise ValueError(f"{name} {value!r} is not allowed: give a whole number")
+        measurements. sampling: temperature, top_k, top_p and seed, as in SamplingConfig. Raises
+        ValueError for a value that is not allowed."""
         stop = (stop,) if isinstance(stop, str) else tuple(stop)
         check_ends(max_new_tokens, stop)
-        if stop and self.tokenizer is None:
-            raise ValueError("stop texts need a tokenizer: copy one next to the checkpoint")
-        sampling = SamplingConfig(temperature, top_k, top_p, seed)
         stop_ids = frozenset() if ignore_eos else self.eos_ids
-        ids = self.encode(prompt)
-        return TextGeneration(
-            self, Generation(self.decoder, ids, sampling, max_new_tokens, stop_ids), stop
-        )
+        ids, chosen = self.encode(prompt), SamplingConfig(**sampling)
+        generation = Generation(self.decoder, ids, chosen, max_new_tokens, stop_ids)
+        return TextGeneration(self, generation, stop)
 
 
 class TextGeneration:
@@ -153,6 +144,7 @@ class TextGeneration:
 
     def __init__(self, engine: Engine, generation: Generation, stop: tuple[str, ...]) -> None:
         self.engine, self.generation, self.stop = engine, generation, stop
+        self.stop_tokens, self.stop_texts = split_stops(engine.tokenizer, stop)
         self.stream = StreamDecoder(engine.tokenizer) if engine.tokenizer else None
         self.held = ""  # text that may turn out to be the beginning of a stop text
         self.text = ""
@@ -194,15 +186,40 @@ class TextGeneration:
         """The text that is certain now. A stop text is cut off, together with what follows."""
         if self.stream is None or self.generation.stop_reason == "eos":
             return ""
-        self.held += self.stream.push([token])
-        found = [at for at in (self.held.find(text) for text in self.stop) if at >= 0]
-        if found:
-            self.generation.end("stop")
-            certain, self.held = min(found), self.held[: min(found)]
+        if token in self.stop_tokens:
+            self.held += self.stream.flush()
+            ends = [len(self.held)]
         else:
-            certain = len(self.held) - max((overlap(self.held, s) for s in self.stop), default=0)
+            self.held += self.stream.push([token])
+            ends = [at for at in (self.held.find(text) for text in self.stop_texts) if at >= 0]
+        if ends:
+            self.generation.end("stop")
+            certain, self.held = min(ends), self.held[: min(ends)]
+        else:
+            open_ends = (overlap(self.held, text) for text in self.stop_texts)
+            certain = len(self.held) - max(open_ends, default=0)
         piece, self.held = self.held[:certain], self.held[certain:]
         return piece
+
+
+def split_stops(
+    tokenizer: Tokenizer | None, stop: tuple[str, ...]
+) -> tuple[frozenset[int], tuple[str, ...]]:
+    """The stop texts that are special tokens, by their ids, for they are never seen in a text; and
+    the others."""
+    if not stop:
+        return frozenset(), ()
+    if tokenizer is None:
+        raise ValueError("stop texts need a tokenizer: copy one next to the checkpoint")
+    ids = {text: tokenizer.special_id(text) for text in stop}
+    texts = tuple(text for text, special in ids.items() if special is None)
+    for text in texts:
+        if tokenizer.holds_special(text):
+            raise ValueError(
+                f"stop text {text!r} holds a special token next to other text, which is never "
+                "seen together: give the special token alone"
+            )
+    return frozenset(ids.values()) - {None}, texts
 
 
 def overlap(text: str, stop: str) -> int:
@@ -252,9 +269,8 @@ def load(
     """Load a target, and a head if one is given, and make the decoder. Raises ValueError or OSError
     for the user.
 
-    tune says what tree `auto` does for this head and `sampling`: stored (what was measured before,
-    else the preset of the head's family) | once (measure if that was never done here) | again
-    (measure again)."""
+    tune says what tree `auto` does for this head and `sampling` where nothing was measured before:
+    stored (the preset of the head's family) | measure."""
     more = {"tune": tune, "sampling": sampling}
     options = read_options(tree, device, dtype, max_seq_length, compile, **more)
     return load_files(open_files(checkpoint_path, draft_checkpoint_path), options)
@@ -265,20 +281,16 @@ def load_files(files: Files, options: Options) -> Engine:
     started = time.perf_counter()
     o, config = options, files.config
     context, tree = fit_context(o.max_seq_length, config), fit_tree(o.tree, files.head_config)
-    plan_memory(files, context, tree, o.dtype, available_memory(o.device)).check()
+    plan_memory(files, context, tree, o.dtype, o.device, available_memory(o.device)).check()
     model = load_target(files, o.device, o.dtype)
     head, choice = None, None
     if files.head and tree.needs_head:
         head = load_head(files, model, o.device, o.dtype)
         if o.tree is None:
-            from talon.tuning.choice import settle  # here only: it is large, and seldom needed
+            from talon.tuning.choice import auto_tree  # here only: it is large, and seldom needed
 
-            choice = settle(
-                (files.target.path, files.head.path),
-                (device_name(o.device), precision_name(files.target, o.dtype)),
-                model, head, lambda: tuning_prompts(files.tokenizer, config),
-                o.sampling, o.compile, o.tune, note,
-            )  # fmt: skip
+            measure = o.tune == "measure"
+            choice = auto_tree(files, model, head, o.sampling, o.compile, measure)
             tree = choice.tree if choice else tree
     decoder = Decoder(model, context, head if tree.needs_head else None, tree, o.compile)
     card = {

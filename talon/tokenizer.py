@@ -16,6 +16,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime
+from functools import cache
 from pathlib import Path
 
 import jinja2
@@ -319,6 +320,12 @@ def template_environment() -> ImmutableSandboxedEnvironment:
     return environment
 
 
+@cache
+def compile_template(template: str) -> jinja2.Template:
+    """A template that renders; training does so for every answer of its data."""
+    return template_environment().from_string(template)
+
+
 def to_json(value: object, ensure_ascii: bool = False, **options: object) -> str:
     """Jinja's own filter escapes HTML, which no prompt wants."""
     return json.dumps(value, ensure_ascii=ensure_ascii, **options)
@@ -369,6 +376,14 @@ class Tokenizer:
     def token_id(self, token: str) -> int | None:
         return self.file.token_id(token)
 
+    def special_id(self, text: str) -> int | None:
+        """The id of the special token that `text` is; None if it is ordinary text."""
+        token = self.token_id(text)
+        return token if token in self.file.special else None
+
+    def holds_special(self, text: str) -> bool:
+        return any(token in self.file.special for token in self.file.encode(text))
+
     @property
     def has_chat_template(self) -> bool:
         return bool(self.settings.templates)
@@ -379,15 +394,18 @@ class Tokenizer:
         template = self.settings.templates.get("default")
         if template is None:
             names = ", ".join(self.settings.templates) or "none"
-            raise ValueError(f"no default chat template (there are: {names}); use --no_chat")
+            raise ValueError(
+                f"no default chat template (there are: {names}); name one so, or leave templates "
+                "out (generate.py: --no_chat)"
+            )
         values = {"tools": None, "documents": None, "add_generation_prompt": True}
         values |= self.settings.named | (options or {})
         try:
-            return template_environment().from_string(template).render(messages=messages, **values)
+            return compile_template(template).render(messages=messages, **values)
         except Exception as error:  # a template is a program: it may raise anything
             raise ValueError(
                 f"the chat template refuses this conversation ({one_line(error)}); "
-                "change the conversation or use --no_chat"
+                "change the conversation, or leave the template out (generate.py: --no_chat)"
             ) from None
 
     def encode_chat(self, messages: list[dict], options: dict | None = None) -> list[int]:

@@ -56,7 +56,8 @@ class Tree:
         position, which a round launched ahead passes by depth + 1 before it starts. Nothing past it
         is ever kept. One row more than any length bucket: a bucket as long as the cache would
         compile as a constant."""
-        return max_seq_length + max(chunk, self.reach) + self.depth + 2
+        longest = max_seq_length + max(chunk, self.reach) + self.depth + 1
+        return longest + -longest % 64 + 1
 
     def without_lookup(self) -> "Tree":
         """The part that the head grows."""
@@ -73,6 +74,15 @@ class Tree:
 
 
 NO_TREE = Tree("none", nodes=1, levels=0, top_k=0, beam=0)
+
+SMALLEST_BUCKET = 256  # cache slots that attention reads at least
+
+
+def bucket_widths(rows: int) -> list[int]:
+    """How many slots attention may read of a cache of `rows`: powers of two, and all but one. A GPU
+    multiplies fast where all of them are multiples of 64."""
+    powers = (SMALLEST_BUCKET << i for i in range(rows.bit_length()))
+    return [*(width for width in powers if width < rows - 1), rows - 1]
 
 
 # The 26-node tree of the EAGLE-1 paper (root included), as paths of child ranks.

@@ -25,7 +25,7 @@ from model import At, RMSNorm
 from talon.checking import full_logits, slow_greedy
 from talon.decoder import Decoder, Generation
 from talon.graphs import Launched, compile_region
-from talon.sampling import Greedy, Pick, Sampled, SamplingConfig
+from talon.sampling import GREEDY, Greedy, Pick, Sampled, SamplingConfig
 from talon.trees import Tree, parse_tree, static_tree
 
 PROMPT = [3, 17, 99, 4]
@@ -123,6 +123,29 @@ def test_prompts_that_leave_no_room_are_refused_with_both_numbers():
 def test_empty_prompts_and_ids_outside_the_vocabulary_are_refused(ids):
     with pytest.raises(ValueError, match="prompt"):
         decode(eager(random_model()), ids, 5)
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("tree, compile", [
+    ("none", False), ("chain:3", False), ("lookup:3", False),
+    pytest.param("chain:3", True, marks=pytest.mark.slow),
+])  # fmt: skip
+def test_logits_of_nan_end_the_text_with_one_line(tree, compile, sampling):
+    """NaN behind one token: the text is right as far as it goes, and no token is made up."""
+    model = table_model(cycle_table(CYCLE))
+    shape = parse_tree(tree)
+    head = table_head(model) if shape.needs_head else None
+    model.tok_embeddings.weight[9] = float("nan")
+    decoder = Decoder(model, 100, head, shape, compile=compile)
+    cold = SamplingConfig(0.01, top_p=0.9 if sampling == "filter" else 1.0)
+    run = Generation(decoder, [1, 2, 3], cold if SAMPLINGS[sampling].temperature else GREEDY, 30)
+    with pytest.raises(FloatingPointError, match="NaN after"):
+        list(run)
+    if tree == "none":
+        assert run.tokens == [4, 5, 6, 7, 8, 9]
+    assert run.tokens == [4, 5, 6, 7, 8, 9][: len(run.tokens)]  # a draft may meet it early
+    with pytest.raises(FloatingPointError, match="NaN after 2 tokens"):
+        decode(decoder, [8, 9], 5)
 
 
 def test_a_text_of_one_token_has_no_round_whose_times_could_be_read():

@@ -11,7 +11,8 @@ from eagle_draft import DraftConfig, DraftHead
 from model import ModelConfig, Transformer
 from talon.checkpoint import Checkpoint, TensorSpec
 from talon.kernels.linear import LINEARS
-from talon.loading import Files, MemoryPlan, plan_memory
+from talon.loading import Files
+from talon.memory import MemoryPlan, plan_memory
 from talon.trees import parse_tree
 
 RTX_3090 = 24 * 2**30 - 600 * 2**20  # what a display-free card leaves to a program

@@ -10,59 +10,24 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
 from tiny import random_head, random_model, table_head, table_model
-from tokenizers import AddedToken, decoders, models, pre_tokenizers
-from tokenizers import Tokenizer as JsonTokenizer
+from world import ROOT, VOCAB, save, save_tokenizer
 
-from talon.checkpoint import TensorSpec, write_checkpoint
 from talon.decoder import Decoder
 from talon.serving.server import MOST_HEAD, Server
 from talon.text import Engine
 from talon.tokenizer import Tokenizer
 from talon.trees import parse_tree
 
-ROOT = Path(__file__).resolve().parent.parent
-BOS, START, END = SPECIAL = ("<|bos|>", "<|start|>", "<|end|>")
-TEMPLATE = (
-    "{{ bos_token }}{% for m in messages %}"
-    "{{ '<|start|>' + m['role'] + '\n' + m['content'] + '<|end|>\n' }}{% endfor %}"
-    "{% if thinking %}{{ '<|start|>thinks ' + thinking }}{% endif %}"
-    "{% if add_generation_prompt %}{{ '<|start|>assistant\n' }}{% endif %}"
-)
-VOCAB = 3 + 256
 LIMIT = 4096
 HELLO = [{"role": "user", "content": "Hello"}]
 CARD = {"model": "tiny", "system_fingerprint": "tiny.safetensors, fp32, tree chain:2"}
 
 
 # --- tiny models and servers ----------------------------------------------------------------------
-
-
-def save_tokenizer(directory: Path, template: str = TEMPLATE) -> None:
-    """Byte-level: 3 special tokens and the 256 bytes."""
-    pieces = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    model = JsonTokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, []))
-    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    model.decoder = decoders.ByteLevel()
-    model.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
-    model.save(str(directory / "tokenizer.json"))
-    config = {"bos_token": BOS, "eos_token": END, "add_bos_token": True}
-    config |= {"chat_template": template} if template else {}
-    (directory / "tokenizer_config.json").write_text(json.dumps(config))
-
-
-def save(path: Path, module: torch.nn.Module, kind: str, **changes) -> Path:
-    """One of our files from a module; what a head borrows is left out."""
-    own = {"tok_embeddings.weight", "output.weight", "d2t"} if kind == "draft" else set()
-    tensors = {name: tensor for name, tensor in module.state_dict().items() if name not in own}
-    specs = {name: TensorSpec(x.dtype, tuple(x.shape)) for name, x in tensors.items()}
-    config = asdict(module.config) | changes
-    write_checkpoint(path, kind=kind, config=config, specs=specs, tensors=tensors.items())
-    return path
 
 
 def save_world(directory: Path) -> None:

@@ -27,14 +27,16 @@ from endpoint import (
     post,
     receive,
     refused,
-    save_tokenizer,
     save_world,
     serving,
     speaker,
     text_of,
 )
+from tiny import random_model
+from world import TEMPLATE, VOCAB, save_tokenizer
 
 from talon.cli import run
+from talon.decoder import Decoder
 from talon.serving import server as server_module
 from talon.serving.__main__ import main
 from talon.serving.server import MOST_BODY
@@ -197,7 +199,7 @@ def test_the_client_sees_refusals_as_what_they_are(client, tokenizer):
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "Hello"}]}]},
         {"messages": [{"role": "user", "content": "Hello", "tool_calls": None, "name": ""}]},
         {"temperature": 0.0, "top_p": 1, "top_k": 0, "ignore_eos": False},
-        {"chat_template_kwargs": {"thinking": ""}},
+        {"chat_template_kwargs": {}},
     ],
 )
 def test_what_asks_for_nothing_changes_nothing(port, fields):
@@ -262,6 +264,7 @@ def test_what_is_not_supported_is_refused_by_name(port, fields, param):
         ({"seed": -1}, "seed -1"),
         ({"max_tokens": -1}, "-1"),
         ({"stop": ""}, "stop"),
+        ({"stop": "\ud800"}, ""),
         ({"messages": [{"role": "user", "content": "x" * 5000}]}, "shorten"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "UTF-8"),
     ],
@@ -278,11 +281,15 @@ def test_prompts_that_are_none_are_refused(port, prompt):
         refused(port, post({"prompt": prompt}, "/v1/completions"), 400)
 
 
-def test_template_options_reach_the_template(port, tokenizer):
-    answer = ask(port, messages=HELLO, max_tokens=1, chat_template_kwargs={"thinking": "hard"})
-    expected = len(tokenizer.encode_chat(HELLO)) + len(tokenizer.encode_chat([], {"thinking": ""}))
-    more = tokenizer.encode_chat(HELLO, {"thinking": "hard"})
-    assert answer["usage"]["prompt_tokens"] == len(more) > expected - len(more)
+def test_template_options_reach_the_template(tmp_path):
+    save_tokenizer(tmp_path, TEMPLATE + "{{ 'Think ' + how if how }}")
+    tokenizer = load_tokenizer(tmp_path)
+    with serving(plain(tokenizer)) as port:
+        for options in ({}, {"how": "hard"}):
+            answer = ask(port, messages=HELLO, max_tokens=1, chat_template_kwargs=options)
+            more = len(tokenizer.encode("Think hard", add_bos=False)) if options else 0
+            expected = len(tokenizer.encode_chat(HELLO)) + more
+            assert answer["usage"]["prompt_tokens"] == expected
 
 
 def test_a_model_without_a_template_has_completions_only(tmp_path):
@@ -511,6 +518,25 @@ def test_slow_senders_are_given_up_and_hold_nobody_up(tokenizer, monkeypatch, ca
             connection.close()
         assert ask(port, messages=HELLO, max_tokens=3)
     assert "Traceback" not in capfd.readouterr().err
+
+
+def test_a_model_of_nan_is_a_refusal_and_not_a_traceback(tokenizer, capfd):
+    model = random_model(vocab_size=VOCAB)
+    model.norm.weight.fill_(float("nan"))
+    with serving(Engine(Decoder(model, 128, compile=False), tokenizer, (2,), {})) as port:
+        for stream in (False, True):
+            data = post({"messages": HELLO, "temperature": 0, "stream": stream})
+            assert "NaN" in refused(port, data, 500)["message"]
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_a_mistake_of_ours_is_told_to_the_log_and_the_server_goes_on(tokenizer, capfd):
+    engine = plain(tokenizer)
+    engine.decoder.prefill = None
+    with serving(engine) as port:
+        assert refused(port, post({"messages": HELLO}), 500)["type"] == "server_error"
+        assert exchange(port, head("/health", "GET"))[0] == 200
+    assert "Traceback" in capfd.readouterr().err
 
 
 # --- the command ----------------------------------------------------------------------------------

@@ -13,7 +13,8 @@ from pathlib import Path
 from subprocess import DEVNULL
 
 import pytest
-from endpoint import ROOT, ask, command, save_tokenizer, save_world, serving, speaker, text_of
+from endpoint import ask, command, save_world, serving, speaker, text_of
+from world import ROOT, save_tokenizer
 
 from talon.tokenizer import load_tokenizer
 

@@ -12,12 +12,9 @@ from argparse import Namespace
 from pathlib import Path
 
 from talon.cli import DEMO, Parser, note, run
-from talon.loading import open_files
 from talon.sampling import SamplingConfig
 from talon.serving.server import LOCAL, MOST_HEAD, Server
-from talon.text import load_files, read_options
-
-ALL_PICKS = (SamplingConfig(), SamplingConfig(1.0), SamplingConfig(1.0, top_k=40))
+from talon.text import load
 
 
 def parse_args(argv: list[str] | None) -> Namespace:
@@ -38,21 +35,19 @@ def parse_args(argv: list[str] | None) -> Namespace:
 
 def make_server(args: Namespace) -> Server:
     """Load the model, and compile whatever a request may need."""
-    options = read_options(
-        args.tree, args.device, args.dtype, args.max_seq_length, args.compile, tune="once"
-    )
-    head = args.draft_checkpoint_path
-    files = open_files(args.checkpoint_path, None if head == "none" else head)
-    if files.tokenizer is None:
-        raise ValueError(f"no tokenizer next to {args.checkpoint_path}: copy tokenizer.json there")
-    engine = load_files(files, options)
-    for sampling in ALL_PICKS if args.compile else ():
-        engine.warm_up(sampling)
-    name = files.target.source.get("directory", args.checkpoint_path.stem)
+    path, head = args.checkpoint_path, args.draft_checkpoint_path
+    engine = load(
+        path, None if head == "none" else head, tree=args.tree, device=args.device,
+        dtype=args.dtype, max_seq_length=args.max_seq_length, compile=args.compile, tune="measure",
+    )  # fmt: skip
+    if engine.tokenizer is None:
+        raise ValueError(f"no tokenizer next to {path}: copy tokenizer.json there")
+    for temperature, top_k in ((0.0, 0), (1.0, 0), (1.0, 40)) if args.compile else ():
+        engine.warm_up(SamplingConfig(temperature, top_k))
     mode = engine.card["quantization"] or engine.card["dtype"]
-    how = f"{args.checkpoint_path.name}, {mode}, tree {engine.card['tree']}"
+    how = f"{path.name}, {mode}, tree {engine.card['tree']}"
     note(f"{how}, on {engine.card['device']}")
-    card = {"model": name, "system_fingerprint": how}
+    card = {"model": path.resolve().parent.name, "system_fingerprint": how}
     return Server(engine, card, args.api_key, local=args.host in LOCAL)
 
 

@@ -12,9 +12,10 @@ from talon.records import sample_record
 from talon.text import Engine
 
 TEXT, NUMBER, COUNT, FLAG, LIST, OBJECT = (str,), (int, float), (int,), (bool,), (list,), (dict,)
+SAMPLING = {"temperature": NUMBER, "top_p": NUMBER, "top_k": COUNT, "seed": COUNT}
 BOTH = {
-    "model": TEXT, "stream": FLAG, "stream_options": OBJECT, "max_tokens": COUNT, "seed": COUNT,
-    "temperature": NUMBER, "top_p": NUMBER, "top_k": COUNT, "stop": TEXT + LIST, "ignore_eos": FLAG,
+    "model": TEXT, "stream": FLAG, "stream_options": OBJECT, "max_tokens": COUNT,
+    "stop": TEXT + LIST, "ignore_eos": FLAG, **SAMPLING,
 }  # fmt: skip
 COMPLETION = {"prompt": TEXT + LIST, **BOTH}
 CHAT = {"messages": LIST, "max_completion_tokens": COUNT, "chat_template_kwargs": OBJECT, **BOTH}
@@ -93,14 +94,15 @@ class Completion:
         stop = [fields["stop"]] if isinstance(fields.get("stop"), str) else fields.get("stop", [])
         if not all(isinstance(text, str) for text in stop):
             raise Refused("stop must be a text or a list of texts", param="stop")
+        chosen = {"temperature": 1.0, "seed": random.getrandbits(62), **fields}
         limit = fields.get("max_tokens", 2**31 if chat else 16)
         self.text = engine.generate(
-            encode(engine, fields, chat), stop=tuple(stop),
+            encode(engine, fields, chat),
             max_new_tokens=fields.get("max_completion_tokens", limit),
-            temperature=fields.get("temperature", 1.0), top_p=fields.get("top_p", 1.0),
-            top_k=fields.get("top_k", 0), seed=fields.get("seed", random.getrandbits(62)),
+            stop=tuple(stop),
             ignore_eos=fields.get("ignore_eos", False),
-        )  # fmt: skip
+            **{name: chosen[name] for name in SAMPLING if name in chosen},
+        )
         self.chat, self.streams = chat, fields.get("stream", False)
         self.with_usage = more.get("include_usage", False)
         name = "chat.completion" if chat else "text_completion"

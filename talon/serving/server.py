@@ -34,7 +34,8 @@ FAULTS = {
     asyncio.CancelledError: (503, "the server is stopping"),
     HTTPException: (431, "the request has too many headers"),
     RecursionError: (400, "the body is nested too deeply"),
-    ValueError: (400, ""),  # speaks for itself
+    ValueError: (400, ""),  # these two speak for themselves
+    FloatingPointError: (500, ""),
 }
 
 
@@ -135,10 +136,7 @@ class Exchange:
                     self.send_event(asked.part(piece, drafted=drafted))
                 await self.pause()
         usage = asked.usage(reused)
-        note(
-            f"{len(run.ids)} tokens of prompt ({reused} reused), {len(run.tokens)} new in "
-            f"{usage['rounds']} rounds at {usage['tokens_per_s']:.1f} tokens/s"
-        )
+        note(f"{len(run.ids)} tokens, {reused} of them reused, then {len(run.tokens)} new ones")
         if not asked.streams:
             return self.send(200, {**asked.last(asked.text.text), "usage": usage})
         self.send_event(asked.last(""))

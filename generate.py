@@ -277,7 +277,7 @@ def start(engine: Engine, args: Namespace, prompt: list, index: int = 0) -> Text
 def show(text: TextGeneration, highlight: bool) -> None:
     """Stream a text to standard output."""
     for piece, drafted in text.marked():
-        sys.stdout.write(f"\033[32m{piece}\033[0m" if highlight and drafted else piece)
+        sys.stdout.write(f"\033[32m{piece}\033[0m" if highlight and drafted and piece else piece)
         sys.stdout.flush()
     sys.stdout.write("\n" if text.stream else f"{' '.join(map(str, text.tokens))}\n")
     sys.stdout.flush()

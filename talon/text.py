@@ -155,22 +155,23 @@ class TextGeneration:
         return self.generation.tokens
 
     def marked(self) -> Iterator[tuple[str, bool]]:
-        """The pieces with the mark whether their last token came from the draft. Iterating again
-        goes on."""
+        """The piece of every token, perhaps empty, with the mark whether a draft guessed the token.
+        Iterating again goes on."""
         return self.pieces
 
     def __iter__(self) -> Iterator[str]:
         for piece, _ in self.pieces:
-            yield piece
+            if piece:
+                yield piece
 
     def decode(self) -> Iterator[tuple[str, bool]]:
         generation = self.generation
         self.engine.current = self
         with compiler_errors():
             for token, drafted in generation:
-                if piece := self.piece_of(token):
-                    self.text += piece
-                    yield piece, drafted
+                piece = self.piece_of(token)
+                self.text += piece
+                yield piece, drafted
                 if self.engine.current is not self and generation.stop_reason is None:
                     raise ValueError(
                         "another generation began on this engine before this one ended: take one "

@@ -325,8 +325,9 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return bool(self.settings.templates)
 
-    def render_chat(self, messages: list[dict]) -> str:
-        """The prompt that asks for the next answer; ValueError if the template cannot give one."""
+    def render_chat(self, messages: list[dict], options: dict | None = None) -> str:
+        """The prompt that asks for the next answer; ValueError if the template cannot give one.
+        `options` are more variables for the template, such as {"enable_thinking": False}."""
         template = self.settings.templates.get("default")
         if template is None:
             names = ", ".join(self.settings.templates) or "none"
@@ -335,7 +336,7 @@ class Tokenizer:
                 "out (generate.py: --no_chat)"
             )
         values = {"tools": None, "documents": None, "add_generation_prompt": True}
-        values |= self.settings.named
+        values |= self.settings.named | (options or {})
         try:
             return compile_template(template).render(messages=messages, **values)
         except Exception as error:  # a template is a program: it may raise anything
@@ -344,9 +345,9 @@ class Tokenizer:
                 "change the conversation, or leave the template out (generate.py: --no_chat)"
             ) from None
 
-    def encode_chat(self, messages: list[dict]) -> list[int]:
+    def encode_chat(self, messages: list[dict], options: dict | None = None) -> list[int]:
         """Ids of the rendered prompt. A template writes BOS itself where the model wants it."""
-        return self.encode(self.render_chat(messages), add_bos=False)
+        return self.encode(self.render_chat(messages, options), add_bos=False)
 
 
 def is_text(text: str) -> bool:

@@ -103,7 +103,8 @@ class Event:
         interprocess: bool = False, external: bool = False,
     ) -> None:  # fmt: skip
         self.gpu, self.timing, self.external = gpu, enable_timing, external
-        self.stream, self.number, self.time = None, 0, None
+        self.stream, self.number = None, 0
+        self.time, self.pending = None, 0  # when it happened last, and how often it still will
 
     def record(self, stream: Stream | None = None) -> None:
         if self.gpu.tape is not None:
@@ -111,11 +112,11 @@ class Event:
                 raise WrongUse("an event recorded in a capture says nothing outside of it")
             self.gpu.tape.mark(self)
             return
-        self.stream, self.time = stream or self.gpu.stream, None
+        self.stream, self.pending = stream or self.gpu.stream, self.pending + 1
         self.number = self.stream.put(self.happen)
 
     def happen(self) -> None:
-        self.time = self.gpu.clock
+        self.time, self.pending = self.gpu.clock, self.pending - 1
 
     def synchronize(self) -> None:
         """As on a GPU, nothing is waited for where nothing was recorded."""
@@ -125,7 +126,9 @@ class Event:
 
     def elapsed_time(self, end: "Event") -> float:
         if not (self.timing and end.timing) or None in (self.time, end.time):
-            raise WrongUse("the time of an event that takes none, or has not happened")
+            raise WrongUse("an event that takes no time, or was never recorded")
+        if self.pending or end.pending:
+            raise WrongUse("the time of an event that is still to happen")
         return end.time - self.time
 
 
@@ -232,7 +235,7 @@ class Tape:
 
     def start(self) -> None:
         for event in self.events:
-            event.time = None
+            event.pending += 1
 
     def spoil(self) -> None:
         if self.used:

@@ -109,6 +109,35 @@ def test_ids_from_captured_rounds_equal_plain_ids_for_all(family, tree, sampling
     check_ids(family, tree, SAMPLINGS[sampling], fast)
 
 
+@pytest.mark.parametrize("tree", ["chain:5", SMALL, "chain:5+lookup:3"])
+def test_as_many_drafts_are_accepted_as_in_eager_rounds(tree):
+    """What the head learnt must reach the next replay: ids alone would not show that it did not."""
+    model, head = table_pair()
+    eagerly = decode(eager(model, head, parse_tree(tree), CONTEXT), [1, 2, 3], 40).stats
+    with Gpu():
+        stats = decode(on_gpu(table_pair(), tree), [1, 2, 3], 40).stats
+    assert stats.accepted_by_depth == eagerly.accepted_by_depth and sum(stats.accepted_by_depth) > 9
+    assert stats.rounds == eagerly.rounds
+
+
+def test_a_round_begins_no_later_than_its_bucket_was_chosen_for():
+    """The host does not know yet how far the round before it came."""
+    model = table_pair()[0]
+    with Gpu():
+        decoder = on_gpu((model, table_head(model)), "chain:5")
+        launch, launched = decoder.launch, []
+
+        def watch(needed, pick):
+            launched.append((needed, launch(needed, pick)))
+            return launched[-1][1]
+
+        decoder.launch, length = watch, 60
+        decode(decoder, [i % 24 for i in range(length)], 40)
+        for needed, round_ in launched:
+            assert length + decoder.tree.reach <= needed
+            length += len(round_.tokens())
+
+
 @pytest.mark.parametrize("tree", ["none", "chain:5", "chain:5+lookup:3"])
 def test_ids_equal_plain_ids_to_the_end_of_the_context(tree):
     """Where the round that was launched ahead begins past the last position."""

@@ -55,10 +55,10 @@ def test_every_flag_exists(language):
     for words in commands(language):
         if words[0] not in ("python", "torchrun"):
             continue
-        script = next(word for word in words if word.endswith(".py"))
+        script = next(word for word in words if word.endswith(".py") or word.startswith("talon."))
         if script not in scripts:
             helped = subprocess.run(
-                [sys.executable, script, "--help"],
+                [sys.executable, *(["-m"] if "-m" in words else []), script, "--help"],
                 cwd=ROOT,
                 capture_output=True,
                 text=True,

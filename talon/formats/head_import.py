@@ -43,7 +43,7 @@ UNSUPPORTED_TENSORS = {
 FALSE_FLAGS = dict.fromkeys(("eh_proj_before_attn", "return_hidden_post_norm"), (False,))
 
 EAGLE1_NORMS = (
-    r"^(layers\.0\.)?(input_layernorm|hidden_norm|norm|input_norm|fc_norm\.\d+)\.|^\w+_layernorm\."
+    r"^layers\.0\.(input_layernorm|hidden_norm)\.|^(input_norm|norm|[^.]*_layernorm|fc_norm\.\d+)\."
 )
 
 
@@ -155,9 +155,7 @@ class HeadReader:
         if self.family == "eagle1":
             bad = [name for name in self.names if re.search(EAGLE1_NORMS, name)]
             if bad:
-                raise ValueError(
-                    f"{self.where}: EAGLE-1 with more norms ({listed(bad)}): not known"
-                )
+                raise ValueError(f"{self.where}: EAGLE-1 with norms ({listed(bad)}); not supported")
             family = self.config.values.get("speculators_model_type")
             if stated != self.dim or family == "eagle3":
                 raise ValueError(

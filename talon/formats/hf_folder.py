@@ -110,21 +110,17 @@ class HFFolder:
             )
 
     def _list_tensors(self) -> None:
+        advice = "index and shards belong to different downloads"
         for file in self.files:
             for name, spec in self._specs_in(file).items():
-                listed_in = self.weight_map.get(name) if self.weight_map else file.name
-                if listed_in != file.name and not name.endswith(IGNORED_SUFFIX):
-                    raise ValueError(
-                        f"{file} holds {name}, which the index puts in {listed_in or 'no file'}; "
-                        "index and shards belong to different downloads"
-                    )
+                place = self.weight_map.get(name, "no file") if self.weight_map else file.name
+                if place != file.name and not name.endswith(IGNORED_SUFFIX):
+                    raise ValueError(f"{file} holds {name}, in the index in {place}; {advice}")
                 self.specs[name], self.file_of[name] = spec, file
         lost = [name for name in self.weight_map or {} if name not in self.specs]
         if lost:
-            raise ValueError(
-                f"{self.path / self.weight_map[lost[0]]} lacks {listed(lost)}, which the index "
-                "promises; index and shards belong to different downloads"
-            )
+            file = self.path / self.weight_map[lost[0]]
+            raise ValueError(f"{file} lacks {listed(lost)}, which the index promises; {advice}")
         stem, suffix = self.files[0].name.split("-")[0], self.files[0].suffix
         shards = sorted(self.path.glob(f"{stem}-*-of-*{suffix}")) if self.weight_map else []
         extra = [file.name for file in shards if file not in self.files]

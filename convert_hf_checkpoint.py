@@ -187,8 +187,7 @@ def check_supported(config: Settings) -> str:
     mistral = model_type == "mistral" or "MistralForCausalLM" in names
     if mistral and "sliding_window" not in config.values:
         raise ValueError(
-            f"{config.where}: sliding_window is missing, which means 4096 for Mistral; only null "
-            "is supported"
+            f"{config.where}: no sliding_window means 4096 for Mistral; only null fits"
         )
     return next(iter(names), "MistralForCausalLM" if mistral else "LlamaForCausalLM")
 

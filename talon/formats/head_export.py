@@ -73,9 +73,7 @@ def check_expressible(checkpoint: Checkpoint, layout: str) -> DraftConfig:
     if found:
         other = "speculators" if layout == "eagle" else "eagle"
         other = f"; try --format {other}" if (other == "eagle") == (c.family == "eagle1") else ""
-        raise ValueError(
-            f"{checkpoint.path}: the {layout} layout cannot express {', '.join(found)}{other}"
-        )
+        raise ValueError(f"{checkpoint.path}: {layout} cannot express {', '.join(found)}{other}")
     return c
 
 

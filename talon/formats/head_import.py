@@ -367,9 +367,7 @@ def check_draft_vocabulary(reader: HeadReader, vocab: int) -> None:
     if as_offsets and as_ids and mask is None and len(d2t) > 1:
         reader.notes.append("d2t could also be read as absolute ids; it was read as offsets")
     if as_ids and not as_offsets:
-        raise ValueError(
-            f"{where}: d2t looks like absolute token ids: subtract its index from each entry"
-        )
+        raise ValueError(f"{where}: d2t holds absolute token ids: subtract its index from each")
     if not as_offsets:
         raise ValueError(
             f"{where}: d2t is no map into the vocabulary: draft id + d2t must give different ids "

@@ -38,9 +38,7 @@ def read_rope(config: Settings) -> tuple[float, RopeScaling | None, str]:
     for what, found in (("theta", thetas), ("scaling", scalings)):
         if any(value != next(iter(found.values())) for value in found.values()):
             stated = "; ".join(f"{key} says {value}" for key, value in found.items())
-            raise ValueError(
-                f"{config.where}: two different rope {what}s ({stated}); keep the right one"
-            )
+            raise ValueError(f"{config.where}: two rope {what}s ({stated}); keep the right one")
     source, theta = next(iter(thetas.items()), ("default 10000", 10000.0))
     return theta, next(iter(scalings.values()), None), source
 
@@ -72,15 +70,9 @@ def read_layer(config: Settings, names: Iterable[str], notes: list[str]) -> dict
     dim, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
     kv_heads = config.integer("num_key_value_heads", heads)
     if heads % kv_heads:
-        raise ValueError(
-            f"{config.where}: num_attention_heads {heads} is no multiple of num_key_value_heads "
-            f"{kv_heads}; correct config.json"
-        )
+        config.refuse("num_key_value_heads", f"divisors of num_attention_heads {heads}")
     if "head_dim" not in config and dim % heads:
-        raise ValueError(
-            f"{config.where}: hidden_size {dim} is no multiple of num_attention_heads {heads} and "
-            "there is no head_dim; correct config.json"
-        )
+        config.refuse("num_attention_heads", f"divisors of hidden_size {dim}, or give a head_dim")
     head_dim = config.integer("head_dim", dim // heads)
     if head_dim % 2:
         config.refuse("head_dim", "an even number, for rotary positions work on pairs")
@@ -115,10 +107,7 @@ def read_biases(names: Iterable[str], config: Settings, notes: list[str]) -> dic
     for key, has in (("attention_bias", attention), ("mlp_bias", found["mlp_bias"])):
         stated = config.flag(key, None)
         if stated is not None and stated != has:
-            raise ValueError(
-                f"{config.where}: {key} is {str(stated).lower()}, but the weights have "
-                f"{'such' if has else 'no such'} bias tensors; correct config.json or the weights"
-            )
+            config.refuse(key, f"{has}, for the weights have {'' if has else 'no '}such biases")
     if attention and config.flag("attention_bias") and not found["o_bias"]:
         notes.append("attention_bias is true and o_proj has no bias: none, as in transformers")
     return found

@@ -105,9 +105,7 @@ class HFFolder:
             repository == home.parent.parent or repository.name.startswith("models--")
         )
         if real.exists() and not (real.is_relative_to(home) or in_cache) or real.is_dir():
-            raise ValueError(
-                f"{index} lists {name!r}, a directory or a link out of its own; put the file there"
-            )
+            raise ValueError(f"{index} lists {name!r}, not a file in its directory; put it there")
 
     def _list_tensors(self) -> None:
         advice = "index and shards belong to different downloads"

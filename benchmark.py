@@ -13,6 +13,11 @@ Leaves out: what is compared (methods.py, peers.py), the physics (roofline.py), 
 (plots.py), the check of a GPU (gpu_check.py).
 """
 
+if __name__ == "__main__":  # before the imports that take seconds
+    from talon.cli import guard_imports
+
+    guard_imports()
+
 import itertools
 import json
 import os

@@ -9,6 +9,11 @@ TinyLlama, SmolLM2, DeepSeek-R1-Distill-Llama, and Mistral without a sliding win
 other architectures, quantised sources and adapters. Heads are the business of head_formats.py.
 """
 
+if __name__ == "__main__":  # before the imports that take seconds
+    from talon.cli import guard_imports
+
+    guard_imports()
+
 import argparse
 import os
 import re

@@ -9,6 +9,11 @@ beginning and end, draft_eval.py the measurement of what was trained. Leaves out
     torchrun --nproc_per_node 2 train_draft.py ...
 """
 
+if __name__ == "__main__":  # before the imports that take seconds
+    from talon.cli import guard_imports
+
+    guard_imports()
+
 import argparse
 import json
 import os

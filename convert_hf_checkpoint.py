@@ -10,6 +10,11 @@ DeepSeek-R1-Distill-Llama, and Mistral without a sliding window. Heads are the b
 talon/formats/head_import.py. Leaves out other architectures, quantised sources and adapters.
 """
 
+if __name__ == "__main__":  # before the imports that take seconds
+    from talon.cli import guard_imports
+
+    guard_imports()
+
 import argparse
 import os
 import re

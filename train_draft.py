@@ -9,6 +9,11 @@ out: decoding (generate.py), training the target.
     torchrun --nproc_per_node 2 train_draft.py ...
 """
 
+if __name__ == "__main__":  # before the imports that take seconds
+    from talon.cli import guard_imports
+
+    guard_imports()
+
 import argparse
 import fcntl
 import json

@@ -88,9 +88,7 @@ def write_safetensors(
     """Write any safetensors file, one tensor in memory at a time; equal inputs give equal bytes.
 
     The header keeps the order of `specs`. The data is laid out by falling element size, so that
-    every tensor is aligned however odd the size of an int8 one. Tensors may come in any order, and
-    each in pieces of its rows, one after the other.
-    """
+    every tensor is aligned. Tensors may come in any order, each in pieces of its rows in order."""
     end, offsets = 0, {}
     for name in sorted(specs, key=lambda name: -specs[name].dtype.itemsize):
         offsets[name] = end
@@ -133,12 +131,7 @@ def write_checkpoint(
 ) -> None:
     """Write one of our files from a stream of (name, tensor); a failure leaves nothing behind."""
     assert kind in KINDS, kind
-    metadata = {
-        "format": FORMAT,
-        "version": VERSION,
-        "kind": kind,
-        "config": json.dumps(config),
-        "quantization": json.dumps(quantization),
-        "source": json.dumps(source or {}),
-    }
+    described = {"config": config, "quantization": quantization, "source": source or {}}
+    metadata = {"format": FORMAT, "version": VERSION, "kind": kind}
+    metadata |= {name: json.dumps(value) for name, value in described.items()}
     write_safetensors(Path(path), metadata, specs, tensors)

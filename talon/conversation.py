@@ -1,6 +1,6 @@
 """A conversation: turns that follow each other, as far as the context holds them."""
 
-from talon.text import Engine, TextGeneration, check_text, message
+from talon.text import Engine, TextGeneration, message
 
 
 class Conversation:
@@ -17,7 +17,6 @@ class Conversation:
 
     def prompt(self, line: str) -> list[int]:
         """The ids of all turns with `line` behind them."""
-        check_text("the line", line)
         self.kept = self.turns
         ids = self.with_turns(line)
         while self.kept and len(ids) > self.limit:

@@ -88,16 +88,13 @@ def check_output(flag: str, path: Path, inputs: list[Path]) -> None:
         if path.exists() and not path.is_file():
             raise ValueError(f"{given} is no ordinary file: give the name of a file to write")
         if any(path.exists() and other.exists() and path.samefile(other) for other in inputs):
-            raise ValueError(
-                f"{given} is an input of this run and would be overwritten: choose another name"
-            )
+            raise ValueError(f"{given} is an input of this run: choose another name")
         probe = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         probe.touch()
         probe.unlink()
     except OSError as error:
-        raise ValueError(
-            f"{given} cannot be written ({error.strerror}): choose a place that can"
-        ) from None
+        fault = f"{given} cannot be written ({error.strerror})"
+        raise ValueError(f"{fault}: choose a place that can") from None
 
 
 def interrupt(number: int, frame: FrameType | None) -> NoReturn:

@@ -44,9 +44,8 @@ INDUCTOR_OPTIONS = {
 
 
 def compile_region(function: Callable) -> Callable:
-    """One compilation per shape; the length bucket is dynamic, and there is never a fallback to
-    eager inside a region. Tuning and measuring run many trees in one process, so many shapes are no
-    sign of a mistake here."""
+    """One compilation per shape, and never a fallback to eager inside a region. Tuning and
+    measuring run many trees in one process, so many shapes are no sign of a mistake here."""
     # Compiled code is kept per code object and found by trying one after another: a copy of its own
     # keeps a decoder from searching through what other decoders of the process compiled.
     own = FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
@@ -65,8 +64,7 @@ Events = list[tuple[str, torch.cuda.Event]]
 
 
 class PhaseClock:
-    """Seconds per phase of a round. On a GPU the marks are events inside the graph, read after its
-    replay."""
+    """Seconds per phase of a round; on a GPU by events inside the graph, read after its replay."""
 
     def __init__(self, device: torch.device) -> None:
         self.on_gpu = device.type == "cuda"
@@ -94,8 +92,7 @@ class PhaseClock:
         self.last = now
 
     def read(self, events: Events, rounds: int) -> None:
-        """Let the last replay of a graph, which must have finished, stand for `rounds` of them: to
-        read each would wait."""
+        """Let the last replay of a graph, by now finished, stand for all: reading each waits."""
         for (_, before), (phase, after) in zip(events, events[1:], strict=False):
             self.seconds[phase] += rounds * before.elapsed_time(after) / 1e3
 

@@ -29,7 +29,6 @@ from talon.text import (
     encode,
     load,
     load_files,
-    message,
     read_options,
 )
 from talon.tokenizer import TOKENIZER_FILES, Tokenizer, is_text
@@ -181,7 +180,7 @@ def wants_chat(args: Namespace, tokenizer: Tokenizer | None) -> bool:
 
 def opening(args: Namespace) -> list[dict]:
     """The messages that a conversation begins with."""
-    return [] if args.system is None else [message("system", args.system)]
+    return [] if args.system is None else [{"role": "system", "content": args.system}]
 
 
 def prompt_ids(args: Namespace, files: Files, prompt: str | list[int] | None) -> list[int] | None:
@@ -195,7 +194,7 @@ def prompt_ids(args: Namespace, files: Files, prompt: str | list[int] | None) ->
     if prompt is None:
         return None
     if chat:
-        prompt = [*opening(args), message("user", prompt)]
+        prompt = [*opening(args), {"role": "user", "content": prompt}]
     return encode(files.tokenizer, prompt)
 
 
@@ -266,7 +265,7 @@ def start(engine: Engine, args: Namespace, prompt: list, index: int = 0) -> Text
 
 def show(text: TextGeneration, highlight: bool) -> None:
     """Stream a text to standard output."""
-    for piece, drafted in text.marked():
+    for piece, drafted in text.marked:
         sys.stdout.write(f"\033[32m{piece}\033[0m" if highlight and drafted and piece else piece)
         sys.stdout.flush()
     sys.stdout.write("\n" if text.stream else f"{' '.join(map(str, text.tokens))}\n")

@@ -128,14 +128,14 @@ def training_config(
     args: argparse.Namespace, target: ModelConfig, device: torch.device
 ) -> TrainingConfig:
     """The settings of the run: what was not given as it fits the target and the device."""
-    args.batch_tokens = args.batch_tokens or BATCH_TOKENS[device.type]
     longest = target.max_seq_length
-    if args.max_length is None:
-        args.max_length = min(longest, TrainingConfig.max_length)
-    if args.max_length > longest:
+    if args.max_length and args.max_length > longest:
         raise ValueError(f"max_length {args.max_length} is not allowed: give 8 to {longest}")
     given = {f.name: getattr(args, f.name) for f in fields(TrainingConfig) if f.name in args}
-    return TrainingConfig(**given | {"init": args.init.name if args.init else None})
+    given["batch_tokens"] = args.batch_tokens or BATCH_TOKENS[device.type]
+    given["max_length"] = args.max_length or min(longest, TrainingConfig.max_length)
+    given["init"] = args.init.name if args.init else None
+    return TrainingConfig(**given)
 
 
 def check_run(args: argparse.Namespace, file: Checkpoint, processes: Processes) -> None:
@@ -178,16 +178,16 @@ def join_group(args: argparse.Namespace) -> tuple[Processes, torch.device]:
 
 
 def load_data(
-    args: argparse.Namespace, model: Transformer, tokenizer: Tokenizer | None
+    args: argparse.Namespace, model: Transformer, tokenizer: Tokenizer | None, max_length: int
 ) -> list[Conversation]:
     """The conversations of --data, made by the target first where it is to."""
     path = Path(args.data)
     if args.data == "self" or args.regenerate:
-        length = min(TalkConfig.length, args.max_length)
+        length = min(TalkConfig.length, max_length)
         config = TalkConfig(args.answer_tokens, args.data_batch, args.seed, length)
         turns = path if args.regenerate else None
         path = make_conversations(model, tokenizer, config, args.out, turns)
-    return read_conversations(path, tokenizer, model.config, args.max_length)
+    return read_conversations(path, tokenizer, model.config, max_length)
 
 
 @contextmanager
@@ -224,10 +224,11 @@ def start_run(args: argparse.Namespace, processes: Processes, device: torch.devi
     # One process makes what all of them read; the others wait, however long that takes.
     several = processes.count > 1
     waiting = dist.new_group(backend="gloo", timeout=timedelta(days=30)) if several else None
-    data = processes.rank == 0 and load_data(args, model, files.tokenizer)
+    source = args, model, files.tokenizer, config.max_length
+    data = processes.rank == 0 and load_data(*source)
     if several:
         dist.barrier(waiting)
-    data = data or load_data(args, model, files.tokenizer)
+    data = data or load_data(*source)
     ids = draft_vocabulary(data, sizes.vocab_size, sizes.draft_vocab_size)
     if args.init:
         head = read_head(args.init, model, config, ids if args.draft_vocab_size else None)

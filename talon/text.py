@@ -56,10 +56,6 @@ def encode(tokenizer: Tokenizer | None, prompt: Prompt) -> list[int]:
     return tokenizer.encode_chat(prompt)
 
 
-def message(role: str, content: str) -> dict:
-    return {"role": role, "content": content}
-
-
 def check_ends(max_new_tokens: int, stop: tuple[str, ...]) -> None:
     if not isinstance(max_new_tokens, int) or max_new_tokens < 0:
         raise ValueError(f"max_new_tokens {max_new_tokens} is not allowed: give a count >= 0")
@@ -132,20 +128,15 @@ class TextGeneration:
         self.stream = StreamDecoder(engine.tokenizer) if engine.tokenizer else None
         self.held = ""  # text that may turn out to be the beginning of a stop text
         self.text = ""
-        self.pieces = self.decode()
+        # The piece of every token, perhaps empty, and whether a draft guessed the token.
+        self.marked = self.decode()
 
     @property
     def tokens(self) -> list[int]:
         return self.generation.tokens
 
-    def marked(self) -> Iterator[tuple[str, bool]]:
-        """The piece of every token, perhaps empty, and whether a draft guessed the token."""
-        return self.pieces
-
     def __iter__(self) -> Iterator[str]:
-        for piece, _ in self.pieces:
-            if piece:
-                yield piece
+        return (piece for piece, _ in self.marked if piece)
 
     def decode(self) -> Iterator[tuple[str, bool]]:
         generation = self.generation
@@ -189,9 +180,7 @@ def split_stops(
     tokenizer: Tokenizer | None, stop: tuple[str, ...]
 ) -> tuple[frozenset[int], tuple[str, ...]]:
     """The ids of stop texts that are special tokens, never seen in a text; and the other ones."""
-    if not stop:
-        return frozenset(), ()
-    if tokenizer is None:
+    if stop and tokenizer is None:
         raise ValueError("stop texts need a tokenizer: copy one next to the checkpoint")
     ids = {text: tokenizer.special_id(text) for text in stop}
     texts = tuple(text for text, special in ids.items() if special is None)

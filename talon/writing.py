@@ -16,6 +16,7 @@ from typing import BinaryIO
 from torch import Tensor
 
 from talon.checkpoint import DTYPE_NAMES, FORMAT, KINDS, VERSION, TensorSpec
+from talon.cli import check_place
 
 TEMPORARY = ".talon-tmp"  # how the names of files end that are being written
 
@@ -62,11 +63,7 @@ def replacing(path: Path, directory: bool = False) -> Iterator[Path]:
 def atomic_file(path: Path) -> Iterator[BinaryIO]:
     """A file that appears under `path` complete or not at all; of a link, under its target."""
     real = Path(os.path.realpath(path))
-    if not real.parent.is_dir():
-        raise FileNotFoundError(f"directory {real.parent} does not exist; create it first")
-    if real.exists() and not real.is_file():
-        what = "a directory" if real.is_dir() else "no ordinary file"
-        raise ValueError(f"{path} is {what}; give the name of a file")
+    check_place(str(path), real)
     try:
         with replacing(real) as temporary, temporary.open("wb") as file:
             yield file

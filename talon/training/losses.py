@@ -59,12 +59,11 @@ class UnrolledAttention(Attention):
         length = mask.shape[0]
         heads, groups, size = self.n_head, self.n_kv_head, self.head_dim
         q, k, v = self.wqkv(x).view(-1, heads + 2 * groups, size).split((heads, groups, groups), 1)
-        # [B, G, T, H/G, D] for queries, [B, G, T, D] for keys and values
-        q = rotate(q, rope).view(-1, length, groups, heads // groups, size).transpose(1, 2)
+        # [B, G, H/G, T, D] for queries, [B, G, T, D] for keys and values
+        q = rotate(q, rope).view(-1, length, groups, heads // groups, size).permute(0, 2, 3, 1, 4)
         k = rotate(k, rope).view(-1, length, groups, size).transpose(1, 2)
         v = v.view(-1, length, groups, size).transpose(1, 2)
         kv.append((k, v))
-        q = q.transpose(2, 3)  # [B, G, H/G, T, D]
         keys, values = kv[0]
         scores = (q @ keys[:, :, None].transpose(-1, -2)).float().masked_fill(~mask, float("-inf"))
         own = [(q * key[:, :, None]).sum(-1, keepdim=True).float() for key, _ in kv[1:]]

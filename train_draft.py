@@ -305,8 +305,8 @@ def evaluate(args: argparse.Namespace) -> int:
     prompts = [encode_question(question, files.tokenizer) for question in questions]
     room = files.config.max_seq_length - max(map(len, prompts))
     if args.new_tokens > room:
-        longest = f"the longest question leaves {max(room, 0)} of the context"
-        raise ValueError(f"new_tokens {args.new_tokens} is not allowed: {longest}")
+        most = f"the context of {files.config.max_seq_length} leaves {max(room, 0)}"
+        raise ValueError(f"new_tokens {args.new_tokens}: behind the longest question {most}")
     model = load_target(files, device, DTYPES[args.dtype])
     head = load_head(files, model, device, DTYPES[args.dtype])
     measured = {

@@ -317,7 +317,7 @@ class Tokenizer:
             return compile_template(template).render(messages=messages, **values)
         except Exception as error:  # a template is a program: it may raise anything
             refusal = f"the chat template refuses this conversation ({one_line(error)})"
-            raise ValueError(f"{refusal}; change it, or give --no_chat") from None
+            raise ValueError(f"{refusal}; change it (generate.py: --no_chat)") from None
 
     def encode_chat(self, messages: list[dict], options: dict | None = None) -> list[int]:
         """Ids of the rendered prompt. A template writes BOS itself where the model wants it."""

@@ -93,27 +93,28 @@ def one_line(error: BaseException) -> str:
     return f"{where}{reason}: check the path, its permissions and the free space"
 
 
+def check_place(given: str, real: Path) -> None:
+    """Refuse a place where no file can appear. real: `given` with its links followed."""
+    if not real.parent.is_dir():
+        raise ValueError(f"{given}: directory {real.parent} does not exist: create it first")
+    if real.exists() and not real.is_file():
+        what = "a directory" if real.is_dir() else "no ordinary file"
+        raise ValueError(f"{given} is {what}: give the name of a file")
+
+
 def check_output(flag: str, path: Path, inputs: list[Path]) -> None:
     """Refuse an output that cannot be written before the work is done, not after."""
     given, path = f"{flag} {path}", Path(os.path.realpath(path))
     try:
-        if path.is_dir():
-            raise ValueError(f"{given} is a directory: give the name of a file")
-        if not path.parent.is_dir():
-            raise ValueError(f"{given}: directory {path.parent} does not exist: create it first")
-        if path.exists() and not path.is_file():
-            raise ValueError(f"{given} is no ordinary file: give the name of a file to write")
+        check_place(given, path)
         if any(path.exists() and other.exists() and path.samefile(other) for other in inputs):
-            raise ValueError(
-                f"{given} is an input of this run and would be overwritten: choose another name"
-            )
+            raise ValueError(f"{given} is an input of this run: choose another name")
         probe = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         probe.touch()
         probe.unlink()
     except OSError as error:
-        raise ValueError(
-            f"{given} cannot be written ({error.strerror}): choose a place that can"
-        ) from None
+        fault = f"{given} cannot be written ({error.strerror})"
+        raise ValueError(f"{fault}: choose a place that can") from None
 
 
 def interrupt(number: int, frame: FrameType | None) -> NoReturn:
@@ -150,18 +151,15 @@ def run(main: Callable[[], int]) -> NoReturn:
     try:
         code = main()
         sys.stdout.flush()
-    except FloatingPointError as error:
-        abandon_stdout()
-        note(f"error: {one_line(error)}")
-        code = 1
     except Exception as error:
-        if not (isinstance(error, ValueError | OSError) or is_out_of_memory(error)):
+        known = isinstance(error, ValueError | OSError | FloatingPointError)
+        if not known and not is_out_of_memory(error):
             raise
         abandon_stdout()
         if isinstance(error, BrokenPipeError):  # the reader left, as in `| head`
             sys.exit(0)
         note(f"error: {one_line(error)}")
-        code = 2
+        code = 1 if isinstance(error, FloatingPointError) else 2
     except KeyboardInterrupt as error:
         note("")
         code = 128 + (error.args[0] if error.args else signal.SIGINT)

@@ -108,8 +108,7 @@ Events = list[tuple[str, torch.cuda.Event]]
 
 
 class PhaseClock:
-    """Seconds per phase of a round. On a GPU the marks are events inside the graph, read after its
-    replay."""
+    """Seconds per phase of a round; on a GPU by events inside the graph, read after its replay."""
 
     def __init__(self, device: torch.device) -> None:
         self.on_gpu = device.type == "cuda"
@@ -137,8 +136,7 @@ class PhaseClock:
         self.last = now
 
     def read(self, events: Events, rounds: int) -> None:
-        """Let the last replay of a graph, which must have finished, stand for `rounds` of them: to
-        read each would wait."""
+        """Let the last replay of a graph, by now finished, stand for all: reading each waits."""
         for (_, before), (phase, after) in zip(events, events[1:], strict=False):
             self.seconds[phase] += rounds * before.elapsed_time(after) / 1e3
 

@@ -1,5 +1,6 @@
 """The memory plan: what decoding will hold, from the files' headers alone, and what there is."""
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ import torch
 from model import ModelConfig
 from talon.checkpoint import Checkpoint
 from talon.decoder import PREFILL_CHUNK
-from talon.loading import Files
+from talon.loading import Files, loaded_dtype
 from talon.trees import Tree, bucket_widths
 
 GRAPH_BYTES = 10**7  # of a captured round by itself: about 900 kernels of 10 KB each (estimated)
@@ -38,8 +39,7 @@ class MemoryPlan:
             f"this needs {gigabytes(self.total)} (target {gigabytes(self.target)}, head "
             f"{gigabytes(self.head)}, caches {gigabytes(self.caches)}, workspace "
             f"{gigabytes(self.workspace + self.graphs)}) but the device has "
-            f"{gigabytes(self.available)} free: quantise with quantize.py --mode int8 or int4, or "
-            "lower --max_seq_length"
+            f"{gigabytes(self.available)} free: quantise (quantize.py), or lower --max_seq_length"
         )
 
 
@@ -55,7 +55,7 @@ def plan_memory(
     device: torch.device,
     available: int | None,
 ) -> MemoryPlan:
-    """What decoding will need, from the files' headers alone."""
+    """What decoding will need."""
     c, d, chunk = files.config, files.head_config, PREFILL_CHUNK[device.type]
     rows = tree.cache_rows(max_seq_length, chunk)
     slot = c.n_layer * c.n_kv_head * c.head_dim + (d.n_kv_head * d.head_dim if d else 0)
@@ -70,17 +70,12 @@ def plan_memory(
 
 
 def loaded_bytes(checkpoint: Checkpoint | None, dtype: torch.dtype) -> int:
-    """Bytes of a file's tensors once loaded: floating point ones outside quantised layers in the
-    compute dtype."""
-    if checkpoint is None:
-        return 0
-    quantized = tuple(f"{layer}." for layer in (checkpoint.quantization or {}).get("layers", {}))
-    total = 0
-    for name, spec in checkpoint.specs.items():
-        cast = spec.dtype.is_floating_point and not name.startswith(quantized)
-        size = dtype.itemsize if cast else spec.dtype.itemsize
-        total += size * torch.Size(spec.shape).numel()
-    return total
+    """Bytes of a file's tensors once loaded."""
+    specs = checkpoint.specs if checkpoint else {}
+    return sum(
+        loaded_dtype(checkpoint, name, dtype).itemsize * math.prod(spec.shape)
+        for name, spec in specs.items()
+    )
 
 
 def forward_bytes(c: ModelConfig, tokens: int, choices: int, rows: int, dtype: torch.dtype) -> int:

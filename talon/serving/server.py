@@ -131,7 +131,7 @@ class Exchange:
             while (start := decoder.reusable(run.ids)) + part < len(run.ids):
                 decoder.prefill(run.ids[: start + part], start, decoder.picks.set(run.sampling))
                 await self.pause()
-            for piece, drafted in asked.text.marked():
+            for piece, drafted in asked.text.marked:
                 if asked.streams and piece:
                     self.send_event(asked.part(piece, drafted=drafted))
                 await self.pause()

@@ -139,7 +139,7 @@ class Choice:
         if self.tree != NO_TREE:
             return f"tree auto: {self.tree.name}, {self.gain:.2f} times plain decoding when tuned"
         return (
-            f"tree auto: plain decoding, which nothing beats here (best: {self.gain:.2f} of it)"
+            f"tree auto: plain decoding, since nothing beats it (best: {self.gain:.2f} of it)"
         )
 
 

@@ -298,13 +298,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         epilog="Exported EAGLE-1 heads have fc.bias only if the head has one. vLLM wants none; "
         "SGLang wants one (zeros do), and architectures [LlamaForCausalLMEagle].",
     )
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument(
-        "--checkpoint_dir", metavar="DIR", help="directory with config.json and weights"
-    )
-    source.add_argument(
-        "--export", metavar="F", help="a head file of ours, to write as a directory"
-    )
+    one_of = parser.add_mutually_exclusive_group(required=True).add_argument
+    one_of("--checkpoint_dir", metavar="DIR", help="directory with config.json and weights")
+    one_of("--export", metavar="F", help="a head file of ours, to write as a directory")
     add = parser.add_argument
     add("--out", help="file to write (DIR/talon.safetensors); with --export a directory")
     add("--dtype", choices=("keep", *DTYPES), help="of the floating-point tensors (keep)")

@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from model import KVCache, ModelConfig, Place, Transformer, causal_mask, rope_table
 from talon.checkpoint import Checkpoint, TensorSpec, read_checkpoint
-from talon.cli import Parser, check_output, note, run
+from talon.cli import Parser, announce, check_output, note, run
 from talon.kernels.linear import (
     GROUPSIZE,
     GROUPSIZES,
@@ -363,7 +363,7 @@ def main() -> int:
     if arguments.groupsize is not None and mode in LINEARS and mode != "int4":
         parser.error(f"--groupsize belongs to int4, and the mode is {mode}: leave it out")
     groupsize = GROUPSIZE if arguments.groupsize is None else arguments.groupsize
-    print(describe(path, quantize_checkpoint(path, mode, groupsize, arguments.out), mode))
+    announce(describe(path, quantize_checkpoint(path, mode, groupsize, arguments.out), mode))
     return 0
 
 

@@ -118,11 +118,10 @@ def read_tokenizer_config(directory: Path) -> TokenizerConfig:
     """The settings in a directory; ValueError that names the file and the key of an odd one."""
     config = Settings.read(directory / "tokenizer_config.json", optional=True)
     older = Settings.read(directory / "special_tokens_map.json", optional=True)
-    # An empty string states as little as null does.
-    stated = [
-        pair for s in (older, config) for pair in s.values.items() if pair[1] not in (None, "")
-    ]
-    both = Settings(dict(stated), f"{config.where} or special_tokens_map.json")
+    both = Settings({}, f"{config.where} or special_tokens_map.json")
+    for settings in (older, config):
+        # An empty string states as little as null does.
+        both.values |= {k: v for k, v in settings.values.items() if v not in (None, "")}
     names = ("bos_token", "eos_token", "unk_token", "pad_token")
     named = {name: content_of(both, name) for name in names if name in both}
     extra = both.numbered("additional_special_tokens")

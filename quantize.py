@@ -28,7 +28,7 @@ from tqdm import tqdm
 
 from model import KVCache, ModelConfig, Place, Transformer, causal_mask, rope_table
 from talon.checkpoint import Checkpoint, TensorSpec, read_checkpoint
-from talon.cli import Parser, check_output, note, run
+from talon.cli import Parser, announce, check_output, note, run
 from talon.kernels.linear import (
     GROUPSIZE,
     GROUPSIZES,
@@ -360,7 +360,7 @@ def main() -> int:
         parser.error(f"--groupsize belongs to int4, and the mode is {args.mode}: leave it out")
     groupsize = GROUPSIZE if args.groupsize is None else args.groupsize
     out = quantize_checkpoint(args.checkpoint_path, args.mode, groupsize, args.out)
-    print(describe(args.checkpoint_path, out, args.mode))
+    announce(describe(args.checkpoint_path, out, args.mode))
     return 0
 
 

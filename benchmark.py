@@ -12,6 +12,11 @@ the first forward count as time to first token, not as decoding.
 Leaves out: what is compared (talon/measuring/methods.py), tables and plots (report.py), the physics
 (roofline.py), choosing a tree (talon/tuning), the check of a GPU (scripts/gpu_check.py)."""
 
+if __name__ == "__main__":  # before the imports that take seconds
+    from talon.cli import guard_imports
+
+    guard_imports()
+
 import itertools
 import json
 import os

@@ -9,6 +9,11 @@ name. Targets are plain LLaMA: LLaMA 1 to 3.3, Vicuna, CodeLlama, TinyLlama, Smo
 DeepSeek-R1-Distill-Llama, and Mistral without a sliding window. Heads are the business of
 talon/formats/head_import.py. Leaves out other architectures, quantised sources and adapters."""
 
+if __name__ == "__main__":  # before the imports that take seconds
+    from talon.cli import guard_imports
+
+    guard_imports()
+
 import argparse
 import os
 import re

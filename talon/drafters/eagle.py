@@ -63,8 +63,7 @@ class EagleDrafter:
         self.absorb_chunk = self.absorb if device.type == "cuda" else absorb
 
     def candidate_parents(self, beams: list[Tensor]) -> Tensor:
-        """int64 [M]: flat index of every candidate's parent, -1 for the root. beams: the nodes of
-        every level as flat indices."""
+        """int64 [M]: flat index of every candidate's parent, -1 the root. beams: expanded nodes."""
         children = [beam.repeat_interleave(self.tree.top_k) for beam in beams]
         first = torch.full((self.tree.top_k,), -1, device=self.hidden.device)
         return torch.cat([first, *children])

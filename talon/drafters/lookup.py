@@ -1,11 +1,9 @@
 """Prompt lookup: a draft source without a head, which continues the text as it went on before.
 
 The longest of the last 3, 2 or 1 tokens that occurs earlier in prompt or answer is looked up, and
-what followed there last time is proposed as a chain (`--tree lookup:K`). Summaries, edits, code and
-answers that loop profit. Next to a head's tree (`chain:2+lookup:3`) it costs a few tokens more and
-wins where the text repeats itself, while the head wins elsewhere.
-
-Leaves out: several continuations at once, and matches across texts."""
+what followed there last time is proposed as a chain (`--tree lookup:K`). Next to a head's tree
+(`chain:2+lookup:3`) it wins where the text repeats itself, while the head wins elsewhere. Leaves
+out: several continuations at once, and matches across texts."""
 
 import torch
 import torch.nn.functional as F
@@ -25,8 +23,7 @@ def look_up(history: Tensor, at: At, count: int) -> Tensor:
 
     history: int64 [R], token of every position, valid up to position length, the root's; S must be
     greater than length. The longest match wins, of equal ones the latest. A match that ends close
-    to the root goes on into its own copy, as a loop does. Without any match the guess is the text's
-    beginning."""
+    to the root goes on into its own copy, as a loop does. Without one, the text's start counts."""
     length, slots = at
     text = history[slots]
     matching = slots < length
@@ -49,8 +46,7 @@ def remember(history: Tensor, start: Tensor, tokens: Tensor) -> None:
 
 
 class LookupDrafter:
-    """The draft source of `lookup:K`; it learns from the tokens alone and keeps its own copy of the
-    text."""
+    """The draft source of `lookup:K`: it keeps its own copy of the text."""
 
     feature_layers: tuple[int, ...] = ()
     stage = None
@@ -99,8 +95,7 @@ class WithLookup:
             self.shape = self.join(source.parents, source.ancestors)
 
     def join(self, parents: Tensor, ancestors: Tensor) -> tuple[Tensor, Tensor]:
-        """Node parents int64 [N] and ancestor mask bool [N, N] of both parts, from those of what is
-        grown."""
+        """Node parents int64 [N] and ancestor mask bool [N, N] of both parts, from the grown."""
         more = (0, self.tree.lookup)
         parents = torch.cat((parents, self.parents))
         return parents, F.pad(ancestors, more + more) | self.ancestors

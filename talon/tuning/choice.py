@@ -138,9 +138,7 @@ class Choice:
     def describe(self) -> str:
         if self.tree != NO_TREE:
             return f"tree auto: {self.tree.name}, {self.gain:.2f} times plain decoding when tuned"
-        return (
-            f"tree auto: plain decoding, since nothing beats it here (best: {self.gain:.2f} of it)"
-        )
+        return f"tree auto: plain decoding, since nothing beats it (best: {self.gain:.2f} of it)"
 
 
 def race(

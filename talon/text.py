@@ -73,11 +73,10 @@ def compiler_errors() -> Iterator[None]:
 
         if not isinstance(error, (TorchDynamoException, OSError)):
             raise
-        lines = (line.strip() for line in str(error).splitlines())
-        reason = next(filter(None, lines), type(error).__name__)
+        lines = str(error).strip().splitlines() or [type(error).__name__]
         raise ValueError(
-            f"torch.compile does not work here ({reason}): install a C++ compiler such as g++ (CXX "
-            "names another one), and on a GPU Triton too, or run with --no_compile"
+            f"torch.compile does not work here ({lines[0]}): install a C++ compiler such as g++ "
+            "(CXX names another one), and on a GPU Triton too, or run with --no_compile"
         ) from error
 
 

@@ -54,8 +54,7 @@ class LookupDrafter:
 
     def __init__(self, tree: Tree, rows: int, device: torch.device, compiled: Compile) -> None:
         self.tree = tree
-        # Position 0 is never told (`learn` hears of followers only), so it must match nothing: -1
-        # is no token.
+        # Position 0 is never written (`learn` gets followers), so it must match nothing: no token.
         self.history = torch.full((rows + 1,), -1, dtype=torch.int64, device=device)
         self.parents = (torch.arange(tree.nodes, device=device) - 1).clamp(min=0)
         self.ancestors = torch.ones(tree.nodes, tree.nodes, dtype=torch.bool, device=device).tril()
@@ -90,9 +89,8 @@ class WithLookup:
         in_chain = (node == 0) | (node >= grown)
         below = (node[:, None] >= grown) & (node[:, None] >= node)
         self.ancestors = below & in_chain
-        self.shape: tuple[Tensor, Tensor] | None = None  # of the whole, where it is always the same
-        if source.static:
-            self.shape = self.join(source.parents, source.ancestors)
+        # Parents and ancestors of the whole, where they are always the same.
+        self.joined = self.join(source.parents, source.ancestors) if source.static else None
 
     def join(self, parents: Tensor, ancestors: Tensor) -> tuple[Tensor, Tensor]:
         """Node parents int64 [N] and ancestor mask bool [N, N] of both parts, from the grown."""
@@ -103,7 +101,7 @@ class WithLookup:
     def propose(self, root: Tensor, at: At, pick: Pick) -> Nodes:
         tokens, parents, ancestors = self.source.propose(root, at, pick)
         guesses = self.text.look_up(self.text.history, at, self.tree.lookup)
-        parents, ancestors = self.shape or self.join(parents, ancestors)
+        parents, ancestors = self.joined or self.join(parents, ancestors)
         return Nodes(torch.cat((tokens, guesses)), parents, ancestors)
 
     def learn(self, entries: Entries, at: At) -> None:

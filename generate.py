@@ -6,6 +6,11 @@
 Text goes to standard output, everything else to standard error. Leaves out: the engine that it runs
 (talon/text.py)."""
 
+if __name__ == "__main__":  # before the imports that take seconds
+    from talon.cli import guard_imports
+
+    guard_imports()
+
 import os
 import sys
 from argparse import Namespace

@@ -8,6 +8,11 @@ measurement of what was trained. Leaves out: decoding (generate.py), training th
     torchrun --nproc_per_node 2 train_draft.py ...
 """
 
+if __name__ == "__main__":  # before the imports that take seconds
+    from talon.cli import guard_imports
+
+    guard_imports()
+
 import argparse
 import json
 import os

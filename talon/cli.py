@@ -4,13 +4,15 @@
 interrupted (143 or 129 where a signal ended it, as a shell says)."""
 
 import argparse
+import errno
 import os
+import resource
 import signal
 import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import NoReturn
 
 DEMO = Path("checkpoints/SmolLM2-135M-Instruct/talon.safetensors")
@@ -68,8 +70,22 @@ def abandon_stdout() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def one_line(error: Exception) -> str:
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out, which Python, torch, the system and its loader each say their way."""
+    if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
+        return True
+    said = ("allocate memory", "out of memory", "failed to map", "start new thread")
+    return isinstance(error, RuntimeError | ImportError) and any(w in str(error) for w in said)
+
+
+def one_line(error: BaseException) -> str:
     """A mistake in one line. What the system refused has a path and a reason, but no advice."""
+    if is_out_of_memory(error):
+        said = " ".join(str(error).split())[:200] or "MemoryError"
+        return (
+            f"out of memory ({said}): free some, raise the limit (ulimit -v), or take a checkpoint "
+            "in int8 or int4 or a smaller --max_seq_length"
+        )
     reason = getattr(error, "strerror", None)
     if not reason:
         return " ".join(str(error).split())
@@ -106,16 +122,39 @@ def interrupt(number: int, frame: FrameType | None) -> NoReturn:
     raise KeyboardInterrupt(number)
 
 
+def tell_importing(kind: type, error: BaseException, at: TracebackType | None) -> None:
+    """A hook for what ends the imports of a command."""
+    if not is_out_of_memory(error):
+        return sys.__excepthook__(kind, error, at)
+    print(f"error: {one_line(error)}", file=sys.stderr, flush=True)
+    os._exit(2)
+
+
+def guard_imports() -> None:
+    """A command's own imports take seconds: let Ctrl-C and too little memory end them in a line."""
+    sys.excepthook = tell_importing
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+        signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if 0 <= limit < 10**9:  # libraries that torch imports would end this in an abort
+        raise MemoryError(f"the limit is {limit / 1e9:.2f} GB, and torch alone needs 1 GB")
+
+
 def run(main: Callable[[], int]) -> NoReturn:
     """Run a command's main and leave with its exit code; a user's mistake is never a traceback."""
     prepare_streams()
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) == signal.SIG_DFL:  # nohup ignores one
             signal.signal(number, interrupt)
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         code = main()
         sys.stdout.flush()
-    except (ValueError, OSError, FloatingPointError) as error:
+    except Exception as error:
+        known = isinstance(error, ValueError | OSError | FloatingPointError)
+        if not (known or is_out_of_memory(error)):
+            raise
         abandon_stdout()
         if isinstance(error, BrokenPipeError):  # the reader left, as in `| head`
             sys.exit(0)

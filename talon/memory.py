@@ -1,6 +1,8 @@
 """The memory plan: what decoding will hold, from the files' headers alone, and what there is."""
 
 import math
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -84,13 +86,37 @@ def forward_bytes(c: ModelConfig, tokens: int, choices: int, rows: int, dtype: t
     return scores + states + logits
 
 
-def available_memory(device: torch.device) -> int | None:
+CGROUP_FILES = (  # of version 2 and 1: the limit, what is in use, how its statistics are named
+    ("sys/fs/cgroup", "memory.max", "memory.current", "{}_file"),
+    ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_{}_file"),
+)
+
+
+def numbers_in(path: Path) -> dict[str, int]:
+    """`name 1` or `name: 1 kB` a line of a file of the kernel; one number alone is named ''."""
+    text = path.read_text(encoding="ascii") if path.is_file() else ""
+    found = re.findall(r"^(?:(\w+):?\s+)?(\d+)(?: kB)?$", text, re.MULTILINE)
+    return {name: int(number) for name, number in found}
+
+
+def cgroup_memory(root: Path) -> Iterator[int]:
+    """What each limit around this process leaves, as a container has one. The system drops cached
+    files where memory is wanted."""
+    groups = root / "proc/self/cgroup"
+    lines = groups.read_text().splitlines() if groups.is_file() else []
+    paths = {Path(line.split(":", 2)[2]).relative_to("/") for line in lines}
+    for group in {parent for path in paths for parent in (path, *path.parents)}:
+        for folder, limit, used, cached in CGROUP_FILES:
+            folder = root / folder / group
+            if most := numbers_in(folder / limit).get(""):
+                stat = numbers_in(folder / "memory.stat")
+                files = sum(stat.get(cached.format(kind), 0) for kind in ("active", "inactive"))
+                yield max(0, most - numbers_in(folder / used).get("", 0) + files)
+
+
+def available_memory(device: torch.device, root: Path = Path("/")) -> int | None:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    try:
-        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return None
+    machine = numbers_in(root / "proc/meminfo").get("MemAvailable")
+    left = [1024 * machine] if machine else []
+    return min([*left, *cgroup_memory(root)], default=None)

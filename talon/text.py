@@ -10,7 +10,6 @@ Leaves out: how a round works (talon/decoder.py), how a file becomes a module (t
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,23 +62,6 @@ def check_ends(max_new_tokens: int, stop: tuple[str, ...]) -> None:
         raise ValueError("an empty stop text would end everything: give at least one character")
 
 
-@contextmanager
-def compiler_errors() -> Iterator[None]:
-    """What torch.compile lacks on this machine is told in one line, for the user to mend."""
-    try:
-        yield
-    except Exception as error:
-        from torch._dynamo.exc import TorchDynamoException  # its import may already fail
-
-        if not isinstance(error, (TorchDynamoException, OSError)):
-            raise
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        raise ValueError(
-            f"torch.compile does not work here ({lines[0]}): install a C++ compiler such as g++ "
-            "(CXX names another one), and on a GPU Triton too, or run with --no_compile"
-        ) from error
-
-
 class Engine:
     """A loaded model, perhaps with a head: text in, pieces of text out. Made by `load`."""
 
@@ -96,8 +78,7 @@ class Engine:
 
     def warm_up(self, sampling: SamplingConfig) -> float:
         """Compile now what the first generation would compile. Returns seconds."""
-        with compiler_errors():
-            return self.decoder.warm_up(sampling)
+        return self.decoder.warm_up(sampling)
 
     def generate(
         self,
@@ -140,16 +121,15 @@ class TextGeneration:
     def decode(self) -> Iterator[tuple[str, bool]]:
         generation = self.generation
         self.engine.current = self
-        with compiler_errors():
-            for token, drafted in generation:
-                piece = self.piece_of(token)
-                self.text += piece
-                yield piece, drafted
-                if self.engine.current is not self and generation.stop_reason is None:
-                    raise ValueError(
-                        "another generation began on this engine before this one ended: take "
-                        "one at a time, or load a second engine"
-                    )
+        for token, drafted in generation:
+            piece = self.piece_of(token)
+            self.text += piece
+            yield piece, drafted
+            if self.engine.current is not self and generation.stop_reason is None:
+                raise ValueError(
+                    "another generation began on this engine before this one ended: take one at a "
+                    "time, or load a second engine"
+                )
         if self.stream and generation.stop_reason != "stop":
             if piece := self.held + self.stream.flush():
                 self.text += piece

@@ -1,8 +1,7 @@
 """What targets and heads share of config.json; two places that state the same thing must agree.
 
 For convert_hf_checkpoint.py and head_import.py. Leaves out: what only one of the two has, and the
-tensors, but for their names.
-"""
+tensors, but for their names."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -30,11 +29,8 @@ def check_neutral(config: Settings, neutral: Mapping[str, tuple]) -> None:
 
 
 def read_rope(config: Settings) -> tuple[float, RopeScaling | None, str]:
-    """(theta, scaling, where theta was found), from the old keys, the new one, or both.
-
-    Old: rope_theta next to rope_scaling {type or rope_type, factor, ...}. New (transformers 5):
-    everything in rope_parameters. ValueError where two places disagree or a type is unsupported.
-    """
+    """(theta, scaling, where theta was found), from the old keys (rope_theta next to rope_scaling),
+    the new one (rope_parameters, of transformers 5), or both."""
     sections = {key: config.section(key) for key in ("rope_parameters", "rope_scaling")}
     places = {"rope_theta": config, **sections}
     thetas = {k: place.number("rope_theta") for k, place in places.items() if "rope_theta" in place}
@@ -55,27 +51,20 @@ def _read_scaling(section: Settings) -> RopeScaling | None:
         raise ValueError(f"{section.where}: type and rope_type disagree; keep the right one")
     if section.values.get("partial_rotary_factor") not in (None, 1.0):
         section.refuse("partial_rotary_factor", "1.0")
-    if types == {"default"} or (not types and set(section.values) == {"rope_theta"}):
+    kind = next(iter(types), "default" if set(section.values) == {"rope_theta"} else None)
+    if kind == "default":
         return None
-    if types == {"linear"}:
-        return RopeScaling("linear", _factor(section))
-    if types == {"llama3"}:
-        low, high = section.number("low_freq_factor"), section.number("high_freq_factor")
-        if high <= low:
-            section.refuse("high_freq_factor", f"more than low_freq_factor {low}")
-        original = section.integer("original_max_position_embeddings")
-        return RopeScaling("llama3", _factor(section), low, high, original)
-    raise ValueError(
-        f"{section.where}: rope type {next(iter(types), None)!r} is not supported; "
-        "supported: default, linear, llama3"
-    )
-
-
-def _factor(section: Settings) -> float:
-    factor = section.number("factor")
-    if factor < 1:
+    if kind not in ("linear", "llama3"):
+        allowed = "default, linear, llama3"
+        raise ValueError(f"{section.where}: rope type {kind!r}; supported: {allowed}")
+    if (factor := section.number("factor")) < 1:
         section.refuse("factor", "a number of at least 1")
-    return factor
+    if kind == "linear":
+        return RopeScaling(kind, factor)
+    low, high = section.number("low_freq_factor"), section.number("high_freq_factor")
+    if high <= low:
+        section.refuse("high_freq_factor", f"more than low_freq_factor {low}")
+    return RopeScaling(kind, factor, low, high, section.integer("original_max_position_embeddings"))
 
 
 def read_layer(config: Settings, names: Iterable[str], notes: list[str]) -> dict[str, Any]:
@@ -95,9 +84,9 @@ def read_layer(config: Settings, names: Iterable[str], notes: list[str]) -> dict
     head_dim = config.integer("head_dim", dim // heads)
     if head_dim % 2:
         config.refuse("head_dim", "an even number, for rotary positions work on pairs")
-    context = "max_position_embeddings"
-    if context not in config:  # old Vicuna configurations have another name for it
-        context = "max_sequence_length"
+    # Old Vicuna configurations have another name for the context.
+    contexts = ("max_position_embeddings", "max_sequence_length")
+    context = next((key for key in contexts if key in config), contexts[0])
     return {
         "dim": dim,
         "n_head": heads,

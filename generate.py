@@ -309,8 +309,7 @@ def warn_if_useless(record: dict) -> None:
 
 
 def converse(engine: Engine, args: Namespace, results: Results) -> int:
-    """Turns from standard input until its end. A line that cannot be answered is refused and
-    forgotten. Returns the exit code."""
+    """Turns from standard input until its end; refused lines are forgotten. The exit code."""
     from talon.conversation import Conversation
 
     chat = wants_chat(args, engine.tokenizer)

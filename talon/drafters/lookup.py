@@ -13,7 +13,7 @@ from eagle_draft import Entries, Nodes, Pick
 from model import At
 from talon.drafters.eagle import EagleDrafter
 from talon.drafters.source import Compile
-from talon.trees import NO_TREE, Tree, with_lookup
+from talon.trees import Tree
 
 NGRAM = 3  # tokens that a match has at most; longer ones are rarer and hardly better
 
@@ -56,8 +56,8 @@ class LookupDrafter:
         self.tree = tree
         # Position 0 is never written (`learn` gets followers), so it must match nothing: no token.
         self.history = torch.full((rows + 1,), -1, dtype=torch.int64, device=device)
-        self.parents = (torch.arange(tree.nodes, device=device) - 1).clamp(min=0)
-        self.ancestors = torch.ones(tree.nodes, tree.nodes, dtype=torch.bool, device=device).tril()
+        node = torch.arange(tree.lookup + 1, device=device)
+        self.parents, self.ancestors = (node - 1).clamp(min=0), node[:, None] >= node
         self.look_up, self.remember = compiled(look_up), compiled(remember)
 
     def propose(self, root: Tensor, at: At, pick: Pick) -> Nodes:
@@ -81,14 +81,13 @@ class WithLookup:
         self.source, self.tree = source, tree
         self.feature_layers, self.stage = source.feature_layers, source.stage
         self.state = source.state
-        device, grown = source.hidden.device, source.tree.nodes
-        self.text = LookupDrafter(with_lookup(NO_TREE, tree.lookup), rows, device, compiled)
+        device, grown = source.hidden.device, tree.grown
+        self.text = LookupDrafter(tree, rows, device, compiled)
         self.parents = torch.arange(grown - 1, tree.nodes - 1, device=device)
         self.parents[0] = 0
         node = torch.arange(tree.nodes, device=device)
         in_chain = (node == 0) | (node >= grown)
-        below = (node[:, None] >= grown) & (node[:, None] >= node)
-        self.ancestors = below & in_chain
+        self.ancestors = (node[:, None] >= grown) & (node[:, None] >= node) & in_chain
         # Parents and ancestors of the whole, where they are always the same.
         self.joined = self.join(source.parents, source.ancestors) if source.static else None
 

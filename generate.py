@@ -148,8 +148,8 @@ def read_prompt(args: Namespace) -> str | list[int] | None:
         if not words:
             raise ValueError('prompt_ids is empty: give at least one token id, such as "1 2 3"')
         if not all(word.isascii() and word.isdigit() and len(word) < 19 for word in words):
-            given = f"{args.prompt_ids[:60]!r}"
-            raise ValueError(f'prompt_ids {given} must be whole numbers, such as "1 2 3"')
+            given = args.prompt_ids[:60]
+            raise ValueError(f'prompt_ids {given!r} must be whole numbers, such as "1 2 3"')
         return [int(word) for word in words]
     text = read_text(args)
     if text is None:
@@ -217,9 +217,8 @@ def context_for(args: Namespace, files: Files, ids: list[int] | None) -> int:
             f"the prompt has {len(ids)} tokens, but the context holds {context} with the answer: "
             f"shorten the prompt to {context - 1} or less{more}"
         )
-    wrong = next((i for i in ids if i >= config.vocab_size), None)
-    if wrong is not None:
-        raise ValueError(f"prompt id {wrong} is unknown: give ids 0 to {config.vocab_size - 1}")
+    if max(ids, default=0) >= config.vocab_size:
+        raise ValueError(f"prompt id {max(ids)} is unknown: give ids 0 to {config.vocab_size - 1}")
     return context
 
 
@@ -310,8 +309,7 @@ def warn_if_useless(record: dict) -> None:
 
 
 def converse(engine: Engine, args: Namespace, results: Results) -> int:
-    """Turns from standard input until its end. A line that cannot be answered is refused and
-    forgotten. Returns the exit code."""
+    """Turns from standard input until its end; refused lines are forgotten. The exit code."""
     from talon.conversation import Conversation
 
     chat = wants_chat(args, engine.tokenizer)

@@ -177,8 +177,7 @@ def join_group(args: argparse.Namespace) -> tuple[Processes, torch.device]:
         raise ValueError("WORLD_SIZE is set but RANK is not: start several processes with torchrun")
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     if device.type == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
+        device = pick_device(f"cuda:{os.environ['LOCAL_RANK']}")
     return Processes(dist.get_rank(), dist.get_world_size(), args.shard_target), device
 
 
@@ -219,7 +218,6 @@ def start_run(args: argparse.Namespace, processes: Processes, device: torch.devi
     check_run(args, files.target, processes)
     start = torch.device("cpu") if args.shard_target else device
     model = load_target(files, start, DTYPES[args.dtype], pack_for=device)
-    model.requires_grad_(False)
     if args.shard_target:
         # Each layer is put together while it runs (FSDP, arXiv 2304.11277).
         mesh = dist.init_device_mesh(device.type, (processes.count,))

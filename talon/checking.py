@@ -60,8 +60,7 @@ def compare_ids(
 def choice_gap(
     plain: Decoder, ids: list[int], chosen: int, other: int, sampling: SamplingConfig
 ) -> float | None:
-    """How much higher `chosen` stands than `other` after `ids`, by the choice's own values; None:
-    infinitely."""
+    """How much higher `chosen` stands than `other` after `ids`; None: infinitely."""
     logits = full_logits(plain.model, ids)[-1:]
     tokens = torch.arange(logits.shape[1], device=logits.device)
     position = torch.tensor([len(ids)], device=logits.device)

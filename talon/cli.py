@@ -153,7 +153,7 @@ def run(main: Callable[[], int]) -> NoReturn:
         sys.stdout.flush()
     except Exception as error:
         known = isinstance(error, ValueError | OSError | FloatingPointError)
-        if not known and not is_out_of_memory(error):
+        if not (known or is_out_of_memory(error)):
             raise
         abandon_stdout()
         if isinstance(error, BrokenPipeError):  # the reader left, as in `| head`

@@ -49,9 +49,9 @@ INDUCTOR_OPTIONS = {
 
 
 def compile_region(function: Callable) -> Callable:
-    """One compilation per shape; the length bucket is dynamic, and there is never a fallback to
-    eager inside a region. Tuning and measuring run many trees in one process, so many shapes are no
-    sign of a mistake here. ValueError, when it is called, where nothing can be compiled."""
+    """One compilation per shape, and never a fallback to eager inside a region. Tuning and
+    measuring run many trees in one process, so many shapes are no sign of a mistake here.
+    ValueError, when it is called, where nothing can be compiled."""
     from torch._dynamo.exc import TorchDynamoException
 
     remove_broken_libraries()
@@ -67,13 +67,12 @@ def compile_region(function: Callable) -> Callable:
         try:
             return compiled(*arguments)
         except (TorchDynamoException, OSError) as error:
-            lines = (line.strip() for line in str(error).splitlines())
-            reason = next(filter(None, lines), type(error).__name__)
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
             raise ValueError(
-                f"torch.compile does not work here ({reason}): it needs a C++ compiler such as g++ "
-                "(CXX names another one), and on a GPU Triton too: install it, or run with "
-                "--no_compile; delete the cache "
-                f"{os.environ.get('TORCHINDUCTOR_CACHE_DIR')} if it is damaged"
+                f"torch.compile does not work here ({lines[0]}): it needs a C++ compiler such as "
+                "g++ (CXX names another one), and on a GPU Triton too: install it, or run with "
+                f"--no_compile; delete the cache {cache} if it is damaged"
             ) from error
 
     return run

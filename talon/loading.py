@@ -166,8 +166,8 @@ def fill(
     dtype: torch.dtype,
     prefix: str = "",
 ) -> None:
-    """Give every parameter of a module on the meta device its tensor: each exactly one of those
-    under `prefix`, none left over."""
+    """Give every parameter of a module on the meta device its tensor: each of those under `prefix`
+    goes to exactly one."""
     wanted = {prefix + name: tuple(t.shape) for name, t in module.state_dict().items()}
     found = {n: spec.shape for n, spec in checkpoint.specs.items() if n.startswith(prefix)}
     for name in sorted(wanted.keys() | found.keys()):
@@ -321,8 +321,7 @@ def head_card(c: DraftConfig) -> str:
 
 
 def fit_tree(asked: Tree | None, head: DraftConfig | None) -> Tree:
-    """The tree to use, refused where the head cannot fill it. None, which is `--tree auto`, takes
-    the preset of the head's family."""
+    """The tree to use, if the head can fill it; for None, `--tree auto`, its family's preset."""
     if head is None:
         tree = asked or NO_TREE
         if tree.needs_head:

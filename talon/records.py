@@ -31,8 +31,7 @@ def compilations() -> int:
 
 
 def bytes_per_round(decoder: Decoder, committed: float) -> float:
-    """Weights and cached rows that one round reads: the target's once, the head's once a level and
-    once to catch up."""
+    """Weights and cached rows that one round reads: the target's once, the head's once a level."""
     model, tree = decoder.model, decoder.tree
     weights = sum(module_bytes(module) for module in (model.layers, model.output))
     total = weights + committed * decoder.cache.data[:, :, :, 0].nbytes

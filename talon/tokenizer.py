@@ -213,10 +213,8 @@ class SentencePieceFile:
 
 
 def byte_level_alphabet() -> dict[str, int]:
-    """The byte behind each character of GPT-2's byte-level vocabularies.
-
-    Printable bytes stand for themselves; the others take the characters from U+0100 on, in order.
-    """
+    """The byte behind each character of GPT-2's byte-level vocabularies: printable bytes stand for
+    themselves, the others take the characters from U+0100 on, in order."""
     own = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in own]
     return {chr(b): b for b in own} | {chr(0x100 + n): b for n, b in enumerate(others)}
@@ -334,8 +332,7 @@ class StreamDecoder:
 
     A character appears once its last byte is there. Bytes that can no longer become one appear as
     U+FFFD: one for each broken-off character in a byte-level vocabulary, one for each byte in a
-    sentencepiece one, as those libraries count. The work per push depends only on the ids pushed.
-    """
+    sentencepiece one, as those libraries count. A push takes work for the ids pushed alone."""
 
     def __init__(self, tokenizer: Tokenizer, skip_special: bool = True) -> None:
         self.file = tokenizer.file

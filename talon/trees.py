@@ -51,15 +51,10 @@ class Tree:
 
     def cache_rows(self, max_seq_length: int, chunk: int) -> int:
         """Rows of a KV cache: a tree or a padded chunk of the prompt may run past the last legal
-        position, which a round launched ahead passes by depth + 1 before it starts. Nothing past it
-        is ever kept. One row more than any length bucket: a bucket as long as the cache would
-        compile as a constant."""
+        position, which a round launched ahead passes by depth + 1 before it starts."""
+        # One row more than any length bucket: one as long as the cache would compile as a constant.
         longest = max_seq_length + max(chunk, self.reach) + self.depth + 1
         return longest + -longest % 64 + 1
-
-    def without_lookup(self) -> "Tree":
-        """The part that the head grows."""
-        return replace(self, name=self.name.partition("+lookup:")[0], nodes=self.grown, lookup=0)
 
     @property
     def draft_slots(self) -> int:

@@ -166,7 +166,7 @@ def test_a_link_is_written_through_to_its_target(tmp_path):
         assert link.is_symlink() and target.read_bytes() == content
     link.unlink()
     link.symlink_to(tmp_path / "none" / "a")
-    with pytest.raises(FileNotFoundError, match="none does not exist"), atomic_file(link):
+    with pytest.raises(ValueError, match="none does not exist"), atomic_file(link):
         pass
 
 

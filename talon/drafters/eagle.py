@@ -35,7 +35,7 @@ class Candidates(NamedTuple):
 
 
 class EagleDrafter:
-    """A head, the tree it grows, and the static buffers of both."""
+    """A head, the part of a tree that it grows, and the static buffers of both."""
 
     def __init__(self, head: DraftHead, tree: Tree, rows: int, compiled: Compile) -> None:
         self.tree = tree
@@ -91,7 +91,7 @@ class EagleDrafter:
         tokens, scores, parents = self.grow(at, pick)
         if self.static:
             return Nodes(torch.cat((root, tokens[self.keep])), self.parents, self.ancestors)
-        count, levels = self.tree.nodes - 1, self.tree.levels
+        count, levels = self.tree.grown - 1, self.tree.levels
         kept, parents, ancestors = self.select(tokens, scores, parents, count, levels)
         return Nodes(torch.cat((root, kept)), parents, ancestors)
 

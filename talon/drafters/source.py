@@ -63,5 +63,5 @@ def make_source(
     if not tree.needs_head:
         return LookupDrafter(tree, rows, device, compiled)
     assert head is not None, f"tree {tree.name} needs a head"
-    source = EagleDrafter(head, tree.without_lookup(), rows, compiled)
+    source = EagleDrafter(head, tree, rows, compiled)
     return WithLookup(source, tree, rows, compiled) if tree.lookup else source

@@ -52,9 +52,7 @@ def read_conversations(
     for reason, count in skipped.items():
         note(f"skipped {count} of {len(found) + skipped.total()} conversations: {reason}")
     if not found:
-        raise ValueError(
-            f"{path} holds no answer in at most {limit} tokens: give other conversations"
-        )
+        raise ValueError(f"{path} has no conversation with an answer in {limit} tokens: give some")
     return found
 
 

@@ -78,8 +78,7 @@ def output_rows(model: Transformer, ids: Tensor) -> nn.Linear:
 
 
 def borrow(head: DraftHead, model: Transformer) -> Tensor:
-    """Give the head what it shares with the target, frozen; returns the target's reduced lm_head,
-    [Vd, C]."""
+    """Give the head what it shares with the target, frozen; returns the reduced lm_head [Vd, C]."""
     shared = output_rows(model, head.target_ids)
     if not head.config.own_embedding:
         head.tok_embeddings = model.tok_embeddings.requires_grad_(False)

@@ -278,7 +278,7 @@ class TrainingRun:
 
     def ask_to_stop(self, number: int, _: object) -> None:
         """The first Ctrl-C ends the run after this step; a second one ends it at once, the last
-        checkpoint intact. torchrun repeats within a moment what its processes have heard."""
+        checkpoint intact. Within a moment torchrun repeats the first."""
         if self.stop is None:
             self.stop = number, time.monotonic()
             note("stopping after this step; press Ctrl-C again to stop at once")

@@ -512,7 +512,7 @@ def test_slow_senders_are_given_up_and_hold_nobody_up(tokenizer, monkeypatch, ca
             for connection in slow[1:-1]:
                 with suppress(OSError):
                     connection.send(b"x")
-            time.sleep(0.05)
+            time.sleep(0.5)
         assert {receive(connection)[0] for connection in slow} == {408}
         for connection in slow:
             connection.close()

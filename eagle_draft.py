@@ -306,7 +306,9 @@ def verify(target: Stage, nodes: Nodes, at: At, pick: Pick, rows: int) -> Verdic
     depth = ancestors.sum(1) - 1  # a node's depth is its number of proper ancestors
     own = at.length + torch.arange(tokens.shape[0], device=tokens.device)
     place = Place(target.rope[:, at.length + depth], own, tree_mask(at, ancestors))
-    hidden, features = target.module(tokens, place, target.cache, target.feature_layers)
+    # A round launched ahead of a choice that could not be made begins with no token, which is -1.
+    known = tokens.clamp(min=0)
+    hidden, features = target.module(known, place, target.cache, target.feature_layers)
     choice = pick.choose(target.module.output(hidden), at.length + depth + 1)
     path, count = accept(choice, nodes, rows)
     return Verdict(choice[path], path, count, features)
@@ -350,4 +352,4 @@ def absorb(head: Stage, entries: Entries, at: At) -> Tensor:
     own = start + torch.arange(tokens.shape[0], device=start.device)
     place = Place(head.rope[:, own], own, causal_mask(start, tokens.shape[0], at.slots))
     hidden = head.module.fuse([feature[path] for feature in features])
-    return head.module(tokens, hidden, place, head.cache.layer(0))[last]
+    return head.module(tokens.clamp(min=0), hidden, place, head.cache.layer(0))[last]

@@ -12,34 +12,31 @@ if __name__ == "__main__":  # before the imports that take seconds
     guard_imports()
 
 import os
-import platform
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
 
-from talon.checking import check_sample
 from talon.cli import DEMO, Parser, check_output, note, run
 from talon.decoder import Decoder
 from talon.loading import DTYPES, Files, fit_context, open_files
-from talon.records import compilations, describe, project_commit, sample_record, write_json
+from talon.records import Results, compilations, write_json
 from talon.sampling import SamplingConfig
 from talon.text import (
     Engine,
     Options,
     TextGeneration,
     check_ends,
-    check_text,
     encode,
     load,
     load_files,
     read_options,
 )
-from talon.tokenizer import TOKENIZER_FILES, Tokenizer
+from talon.tokenizer import TOKENIZER_FILES, Tokenizer, is_text
 
 __all__ = ["Engine", "TextGeneration", "load", "main"]
 
@@ -56,22 +53,16 @@ def parse_args(argv: list[str] | None) -> Namespace:
 
 
 def add_prompt_options(parser: Parser) -> None:
-    parser.add_argument(
-        "--checkpoint_path", type=Path, default=DEMO, help="target file (convert_hf_checkpoint.py)"
-    )
+    parser.add_argument("--checkpoint_path", type=Path, default=DEMO, help="target file")
     parser.add_argument("--draft_checkpoint_path", default="none", help="head file, or none")
     given = parser.add_mutually_exclusive_group()
     given.add_argument("--prompt", help="text; - reads standard input")
     given.add_argument("--prompt_file", type=Path, help="file with the prompt, UTF-8")
     given.add_argument("--prompt_ids", help='token ids, such as "1 2 3"; needs no tokenizer')
-    given.add_argument(
-        "--interactive", action="store_true", help="converse, one line a turn, until end of file"
-    )
-    chat = parser.add_mutually_exclusive_group()
+    given.add_argument("--interactive", action="store_true", help="converse, one line a turn")
+    chat, no = parser.add_mutually_exclusive_group(), {"dest": "chat", "action": "store_false"}
     chat.add_argument("--chat", action="store_true", default=None, help="use the chat template")
-    chat.add_argument(
-        "--no_chat", dest="chat", action="store_false", default=None, help="give the text as it is"
-    )
+    chat.add_argument("--no_chat", default=None, help="give the text as it is", **no)
     parser.add_argument("--system", help="system message of the chat")
 
 
@@ -84,11 +75,7 @@ def add_text_options(add: Callable) -> None:
     add("--stop", action="append", default=[], help="text that ends the answer; may be repeated")
     add("--ignore_eos", action="store_true", help="go on past the model's stop tokens")
     add("--num_samples", type=int, default=1, help="texts to generate: seeds seed, seed+1, ...")
-    add(
-        "--check",
-        action="store_true",
-        help="compare with plain decoding; exit code 1 if it differs",
-    )
+    add("--check", action="store_true", help="compare with plain decoding: exit code 1 if unequal")
     add("--highlight", action="store_true", help="colour the tokens that the draft guessed")
     add("--json", help="write measurements and ids to this file")
 
@@ -116,29 +103,19 @@ def check_args(args: Namespace) -> None:
     if args.num_samples < 1:
         raise ValueError(f"num_samples {args.num_samples} is not allowed: give at least 1")
     if args.retune and (args.tree != "auto" or args.draft_checkpoint_path == "none"):
-        raise ValueError(
-            "--retune measures for --tree auto with a head: give --draft_checkpoint_path, and "
-            "leave --tree out"
-        )
+        raise ValueError("--retune is for --tree auto and takes a head: --draft_checkpoint_path")
     check_ends(args.max_new_tokens, tuple(args.stop))
-    for what, text in (("--system", args.system or ""), *(("--stop", stop) for stop in args.stop)):
-        check_text(what, text)
+    for flag, text in (("--system", args.system or ""), *(("--stop", stop) for stop in args.stop)):
+        if not is_text(text):
+            raise ValueError(f"{flag} holds bytes that are not UTF-8: give UTF-8 text")
     for index in (0, args.num_samples - 1):
         sampling_of(args, index)
-    alone = {
-        "--check": args.check,
-        "--num_samples": args.num_samples > 1,
-        "--profile": args.profile is not None,
-    }
-    idle = [flag for flag, given in alone.items() if given]
+    alone = {"check": args.check, "num_samples": args.num_samples > 1, "profile": args.profile}
+    idle = ", ".join(f"--{name}" for name, given in alone.items() if given)
     if args.interactive and idle:
-        raise ValueError(
-            f"{', '.join(idle)} cannot be used with --interactive: give --prompt instead"
-        )
+        raise ValueError(f"{idle} cannot be used with --interactive: give --prompt instead")
     if args.prompt_ids is not None and (args.chat or args.system is not None):
-        raise ValueError(
-            "--chat and --system cannot be used with --prompt_ids: give --prompt instead"
-        )
+        raise ValueError("--chat and --system do not go with --prompt_ids: give --prompt instead")
     check_outputs(args)
 
 
@@ -171,16 +148,12 @@ def read_prompt(args: Namespace) -> str | list[int] | None:
         if not words:
             raise ValueError('prompt_ids is empty: give at least one token id, such as "1 2 3"')
         if not all(word.isascii() and word.isdigit() and len(word) < 19 for word in words):
-            raise ValueError(
-                f'prompt_ids {args.prompt_ids[:60]!r} must be whole numbers, such as "1 2 3"'
-            )
+            given = args.prompt_ids[:60]
+            raise ValueError(f'prompt_ids {given!r} must be whole numbers, such as "1 2 3"')
         return [int(word) for word in words]
     text = read_text(args)
     if text is None:
-        raise ValueError(
-            "no prompt: give --prompt TEXT, --prompt_file FILE, --prompt_ids or --interactive"
-        )
-    check_text("the prompt", text)
+        raise ValueError("no prompt: give --prompt, --prompt_file, --prompt_ids or --interactive")
     if not text.strip():
         raise ValueError("the prompt is empty: give at least one character that is not a space")
     return text
@@ -196,10 +169,8 @@ def read_text(args: Namespace) -> str | None:
     except UnicodeDecodeError:
         raise ValueError(f"prompt file {file} is not UTF-8 text: save it as UTF-8") from None
     except OSError as error:
-        raise ValueError(
-            f"prompt file {file} cannot be read ({error.strerror}): check its name, or give "
-            "--prompt"
-        ) from None
+        failed = f"prompt file {file} cannot be read ({error.strerror})"
+        raise ValueError(f"{failed}: check its name, or give --prompt") from None
 
 
 def wants_chat(args: Namespace, tokenizer: Tokenizer | None) -> bool:
@@ -208,15 +179,13 @@ def wants_chat(args: Namespace, tokenizer: Tokenizer | None) -> bool:
     if args.chat and not has:
         raise ValueError("--chat needs a chat template and the checkpoint has none: use --no_chat")
     if args.system is not None and (args.chat is False or not has):
-        raise ValueError(
-            "--system needs the chat template: leave out --no_chat, or put it into the prompt"
-        )
+        raise ValueError("--system needs a chat template, without --no_chat: put it in the prompt")
     return has if args.chat is None else args.chat
 
 
 def opening(args: Namespace) -> list[dict]:
     """The messages that a conversation begins with."""
-    return [{"role": "system", "content": args.system}] if args.system is not None else []
+    return [] if args.system is None else [{"role": "system", "content": args.system}]
 
 
 def prompt_ids(args: Namespace, files: Files, prompt: str | list[int] | None) -> list[int] | None:
@@ -224,7 +193,7 @@ def prompt_ids(args: Namespace, files: Files, prompt: str | list[int] | None) ->
     if files.tokenizer is None and (args.stop or not isinstance(prompt, list)):
         raise ValueError(
             f"no tokenizer next to {args.checkpoint_path}, which text needs: copy tokenizer.json "
-            "or tokenizer.model there, or give --prompt_ids without --stop"
+            "there, or give --prompt_ids without --stop"
         )
     chat = not isinstance(prompt, list) and wants_chat(args, files.tokenizer)
     if prompt is None:
@@ -248,12 +217,8 @@ def context_for(args: Namespace, files: Files, ids: list[int] | None) -> int:
             f"the prompt has {len(ids)} tokens, but the context holds {context} with the answer: "
             f"shorten the prompt to {context - 1} or less{more}"
         )
-    wrong = [i for i in ids if i >= config.vocab_size]
-    if wrong:
-        raise ValueError(
-            f"prompt id {wrong[0]} is not in the model's vocabulary: give ids 0 to "
-            f"{config.vocab_size - 1}"
-        )
+    if max(ids, default=0) >= config.vocab_size:
+        raise ValueError(f"prompt id {max(ids)} is unknown: give ids 0 to {config.vocab_size - 1}")
     return context
 
 
@@ -262,9 +227,7 @@ def context_for(args: Namespace, files: Files, ids: list[int] | None) -> int:
 
 def open_checkpoints(args: Namespace) -> Files:
     if args.checkpoint_path == DEMO and not DEMO.exists():
-        raise ValueError(
-            f"the demo model {DEMO} is not there yet: run `make demo`, or give --checkpoint_path"
-        )
+        raise ValueError(f"{DEMO} is not there yet: run `make demo`, or give --checkpoint_path")
     head = args.draft_checkpoint_path
     return open_files(args.checkpoint_path, None if head == "none" else head)
 
@@ -298,39 +261,16 @@ def prepare(args: Namespace, files: Files, options: Options) -> Engine:
 # ---------------------------------------------------------------- the answers
 
 
-@dataclass
-class Results:
-    """What --json writes, as far as it has come."""
-
-    samples: list[dict] = field(default_factory=list)
-    checks: list[dict] = field(default_factory=list)
-
-    def add(self, text: TextGeneration) -> None:
-        """Measure a finished text, and tell people."""
-        self.samples.append(sample_record(text.generation, text.text if text.stream else None))
-        note(describe(self.samples[-1], text.engine.decoder.tree.nodes > 1))
-
-    def to_json(self, engine: Engine, argv: list[str], recompiles: int) -> dict:
-        top = {"argv": argv, **engine.card, "recompiles": recompiles, "commit": project_commit()}
-        top["versions"] = {"torch": torch.__version__, "python": platform.python_version()}
-        if self.checks:
-            wrong = (check for check in self.checks if not check["identical"])
-            top["check"] = next(wrong, self.checks[0])
-        return {**top, "samples": self.samples}
-
-
 def start(engine: Engine, args: Namespace, prompt: list, index: int = 0) -> TextGeneration:
-    s = sampling_of(args, index)
-    return engine.generate(
-        prompt, max_new_tokens=args.max_new_tokens, temperature=s.temperature, top_k=s.top_k,
-        top_p=s.top_p, seed=s.seed, stop=tuple(args.stop), ignore_eos=args.ignore_eos,
-    )  # fmt: skip
+    ends = {"stop": tuple(args.stop), "ignore_eos": args.ignore_eos}
+    sampling = asdict(sampling_of(args, index))
+    return engine.generate(prompt, max_new_tokens=args.max_new_tokens, **ends, **sampling)
 
 
 def show(text: TextGeneration, highlight: bool) -> None:
     """Stream a text to standard output."""
-    for piece, drafted in text.marked():
-        sys.stdout.write(f"\033[32m{piece}\033[0m" if highlight and drafted else piece)
+    for piece, drafted in text.marked:
+        sys.stdout.write(f"\033[32m{piece}\033[0m" if highlight and drafted and piece else piece)
         sys.stdout.flush()
     sys.stdout.write("\n" if text.stream else f"{' '.join(map(str, text.tokens))}\n")
     sys.stdout.flush()
@@ -340,6 +280,8 @@ def sample_all(engine: Engine, args: Namespace, ids: list[int], results: Results
     """Generate --num_samples texts; returns the exit code."""
     plain = None
     if args.check:
+        from talon.checking import check_sample
+
         plain = Decoder(engine.decoder.model, engine.decoder.max_seq_length, compile=args.compile)
     for index in range(args.num_samples):
         engine.decoder.forget()  # every sample is timed with its own prefill
@@ -367,11 +309,11 @@ def warn_if_useless(record: dict) -> None:
 
 
 def converse(engine: Engine, args: Namespace, results: Results) -> int:
-    """Turns from standard input until its end. The conversation is kept, and its cached prefix is
-    not run again. A line that cannot be answered is refused and forgotten. Returns the exit code.
-    """
-    chat, history = wants_chat(args, engine.tokenizer), opening(args)
-    ids: list[int] = []
+    """Turns from standard input until its end; refused lines are forgotten. The exit code."""
+    from talon.conversation import Conversation
+
+    chat = wants_chat(args, engine.tokenizer)
+    conversation = Conversation(engine, chat, opening(args), args.max_new_tokens)
     code = 0
     note("type a line and press enter; end of file or Ctrl-C leaves")
     while True:
@@ -381,18 +323,15 @@ def converse(engine: Engine, args: Namespace, results: Results) -> int:
             return code
         if not line.strip():
             continue
-        turn = {"role": "user", "content": line.rstrip("\n")}
         try:
-            check_text("the line", line)
-            words = engine.tokenizer.encode(line, add_bos=not ids) if not chat else []
-            text = start(engine, args, [*history, turn] if chat else ids + words)
+            text = start(engine, args, conversation.prompt(line))
         except ValueError as error:
             note(f"error: {error}")
             code = 2
             continue
         show(text, args.highlight)
-        history += [turn, {"role": "assistant", "content": text.text}]
-        ids = text.generation.ids + text.tokens
+        if conversation.add(line, text):
+            note("note: the context is full: the oldest turns fell away")
         results.add(text)
 
 
@@ -416,10 +355,14 @@ def profiled(path: str | None) -> Iterator[None]:
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     check_args(args)
-    tuning = {"tune": "again" if args.retune else "once", "sampling": sampling_of(args)}
-    options = read_options(args.tree, args.device, args.dtype, None, args.compile, **tuning)
+    tuning = {"tune": "measure", "sampling": sampling_of(args)}
+    options = read_options(args.tree, args.device, args.dtype, compile=args.compile, **tuning)
     prompt = read_prompt(args)
     files = open_checkpoints(args)
+    if args.retune:
+        from talon.tuning.choice import forget_choices  # as in talon/text.py: seldom needed
+
+        forget_choices(args.checkpoint_path)
     ids = prompt_ids(args, files, prompt)
     context = context_for(args, files, ids)
     engine = prepare(args, files, replace(options, max_seq_length=context))

@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from model import KVCache, ModelConfig, Place, Transformer, causal_mask, rope_table
-from talon.checkpoint import Checkpoint, TensorSpec, read_checkpoint, write_checkpoint
-from talon.cli import Parser, check_output, note, run
+from talon.checkpoint import Checkpoint, TensorSpec, read_checkpoint
+from talon.cli import Parser, announce, check_output, note, run
 from talon.kernels.linear import (
     GROUPSIZE,
     GROUPSIZES,
@@ -41,6 +41,7 @@ from talon.kernels.linear import (
 from talon.loading import choose_operators, empty_module, fill, find_tokenizer
 from talon.prompts import DATA
 from talon.tokenizer import Tokenizer, load_tokenizer
+from talon.writing import write_checkpoint
 
 WINDOW = 512  # tokens that calibration and evaluation read at once
 
@@ -308,7 +309,7 @@ def predictions(checkpoint: Checkpoint, ids: list[int]) -> tuple[float, Tensor]:
         logits = torch.cat([output(some) for some in states.split(64)])
         choices.append(logits.argmax(-1))
         loss += F.cross_entropy(logits[:-1], window[1:], reduction="sum")
-    return math.exp(loss / (len(ids) - len(windows))), torch.cat(choices)
+    return float((loss / (len(ids) - len(windows))).exp()), torch.cat(choices)
 
 
 def evaluate(path: Path, against: Path | None) -> Iterator[str]:
@@ -359,7 +360,7 @@ def main() -> int:
         parser.error(f"--groupsize belongs to int4, and the mode is {args.mode}: leave it out")
     groupsize = GROUPSIZE if args.groupsize is None else args.groupsize
     out = quantize_checkpoint(args.checkpoint_path, args.mode, groupsize, args.out)
-    print(describe(args.checkpoint_path, out, args.mode))
+    announce(describe(args.checkpoint_path, out, args.mode))
     return 0
 
 

@@ -2,20 +2,20 @@
 and `--check`, which holds drafted decoding against plain decoding."""
 
 import math
+from os.path import commonprefix
 
 import torch
 from torch import Tensor
 
 from model import KVCache, Place, Transformer, causal_mask, rope_table
-from talon.decoder import Decoder, Generation, common_length
+from talon.decoder import Decoder, Generation
 from talon.sampling import SamplingConfig
 from talon.text import Engine, TextGeneration
 
 
 @torch.inference_mode()
 def full_logits(model: Transformer, ids: list[int]) -> Tensor:
-    """fp32 logits [T, V] of every position: the slow, obvious forward, eager and without a kept
-    cache."""
+    """fp32 logits [T, V] of every position: the slow, obvious forward, with nothing cached."""
     c, weight = model.config, model.norm.weight
     cache = KVCache(c.n_layer, c.n_kv_head, len(ids), c.head_dim, weight.dtype).to(weight.device)
     table = rope_table(len(ids), c.head_dim, c.rope_theta, c.rope_scaling).to(weight.device)
@@ -34,29 +34,33 @@ def slow_greedy(model: Transformer, ids: list[int], max_new_tokens: int) -> list
 
 
 def check_sample(plain: Decoder, text: TextGeneration) -> dict:
-    """Decode the same prompt plainly, to the same end, and compare ids. `gap`: how much higher the
-    plain token's value is than the drafted one's where they first differ, in the logits (or noisy
-    logits) that plain decoding chose by; None where one text only ends earlier or a filter excludes
-    the drafted token."""
+    """Decode the same prompt plainly, to the same end, and compare the ids."""
     run, engine = text.generation, text.engine
     alone = Engine(plain, engine.tokenizer, tuple(engine.eos_ids), engine.card)
     again = Generation(plain, run.ids, run.sampling, run.budget, run.stop_ids)
     for _ in TextGeneration(alone, again, text.stop):
         pass
-    if run.tokens == again.tokens:
+    return compare_ids(plain, run.ids, run.tokens, again.tokens, run.sampling)
+
+
+def compare_ids(
+    plain: Decoder, ids: list[int], tokens: list[int], wanted: list[int], sampling: SamplingConfig
+) -> dict:
+    """Whether two continuations of `ids` are equal, else where they first differ and the gap there:
+    how much higher the wanted token stands, in the logits (or noisy logits) that plain decoding
+    chose by; None where one of them only ends earlier or a filter excludes the other token."""
+    if tokens == wanted:
         return {"identical": True, "first_difference": None, "gap": None}
-    first, gap = common_length(run.tokens, again.tokens), None
-    if first < min(len(run.tokens), len(again.tokens)):
-        ids = run.ids + again.tokens[:first]
-        gap = choice_gap(plain, ids, again.tokens[first], run.tokens[first], run.sampling)
+    first, gap = len(commonprefix([tokens, wanted])), None
+    if first < min(len(tokens), len(wanted)):
+        gap = choice_gap(plain, ids + wanted[:first], wanted[first], tokens[first], sampling)
     return {"identical": False, "first_difference": first, "gap": gap}
 
 
 def choice_gap(
     plain: Decoder, ids: list[int], chosen: int, other: int, sampling: SamplingConfig
 ) -> float | None:
-    """How much higher `chosen` stands than `other` after `ids`, in the values that are chosen by;
-    None: infinitely."""
+    """How much higher `chosen` stands than `other` after `ids`; None: infinitely."""
     logits = full_logits(plain.model, ids)[-1:]
     tokens = torch.arange(logits.shape[1], device=logits.device)
     position = torch.tensor([len(ids)], device=logits.device)

@@ -1,7 +1,7 @@
 """What every command line of the project shares: one-line errors and exit codes.
 
-0 success, 1 a check failed, 2 bad input (one line on standard error), 130 interrupted.
-"""
+0 success, 1 a check failed or the model computes NaN, 2 bad input (one line on standard error), 130
+interrupted (143 or 129 where a signal ended it, as a shell says)."""
 
 import argparse
 import errno
@@ -10,16 +10,27 @@ import resource
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import NoReturn
 
 DEMO = Path("checkpoints/SmolLM2-135M-Instruct/talon.safetensors")
 
 
 def note(text: str) -> None:
-    """Everything but a command's result goes to standard error."""
-    print(text, file=sys.stderr, flush=True)
+    """Everything but a command's result goes to standard error; what that cannot take is lost."""
+    with suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
+
+
+def announce(text: str) -> None:
+    """A command's last word on standard output; its work is done, even where that is full."""
+    try:
+        print(text, flush=True)
+    except OSError as error:
+        abandon_stdout()
+        note(f"note: standard output cannot be written ({error.strerror}): {text}")
 
 
 class Help(argparse.ArgumentDefaultsHelpFormatter):
@@ -42,9 +53,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def prepare_streams() -> None:
-    """Give the program streams that never fail on a character, whatever locale and shell left it
-    with.
-    """
+    """Give the program streams that never fail on a character, whatever locale and shell it has."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:  # closed by the shell, as in `>&-`
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))
@@ -54,9 +63,7 @@ def prepare_streams() -> None:
 
 
 def abandon_stdout() -> None:
-    """Drop what standard output could not take, or the interpreter would try and complain once more
-    at its end.
-    """
+    """Drop what standard output could not take, or the interpreter would try again at its end."""
     try:
         sys.stdout.flush()
     except OSError:
@@ -86,27 +93,33 @@ def one_line(error: BaseException) -> str:
     return f"{where}{reason}: check the path, its permissions and the free space"
 
 
+def check_place(given: str, real: Path) -> None:
+    """Refuse a place where no file can appear. real: `given` with its links followed."""
+    if not real.parent.is_dir():
+        raise ValueError(f"{given}: directory {real.parent} does not exist: create it first")
+    if real.exists() and not real.is_file():
+        what = "a directory" if real.is_dir() else "no ordinary file"
+        raise ValueError(f"{given} is {what}: give the name of a file")
+
+
 def check_output(flag: str, path: Path, inputs: list[Path]) -> None:
     """Refuse an output that cannot be written before the work is done, not after."""
-    given = f"{flag} {path}"
+    given, path = f"{flag} {path}", Path(os.path.realpath(path))
     try:
-        if path.is_dir():
-            raise ValueError(f"{given} is a directory: give the name of a file")
-        if not path.parent.is_dir():
-            raise ValueError(f"{given}: directory {path.parent} does not exist: create it first")
-        if path.exists() and not path.is_file():
-            raise ValueError(f"{given} is no ordinary file: give the name of a file to write")
+        check_place(given, path)
         if any(path.exists() and other.exists() and path.samefile(other) for other in inputs):
-            raise ValueError(
-                f"{given} is an input of this run and would be overwritten: choose another name"
-            )
+            raise ValueError(f"{given} is an input of this run: choose another name")
         probe = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         probe.touch()
         probe.unlink()
     except OSError as error:
-        raise ValueError(
-            f"{given} cannot be written ({error.strerror}): choose a place that can"
-        ) from None
+        fault = f"{given} cannot be written ({error.strerror})"
+        raise ValueError(f"{fault}: choose a place that can") from None
+
+
+def interrupt(number: int, frame: FrameType | None) -> NoReturn:
+    """A signal that ends the process becomes Ctrl-C: what is half done is taken back."""
+    raise KeyboardInterrupt(number)
 
 
 def tell_importing(kind: type, error: BaseException, at: TracebackType | None) -> None:
@@ -130,20 +143,24 @@ def guard_imports() -> None:
 def run(main: Callable[[], int]) -> NoReturn:
     """Run a command's main and leave with its exit code; a user's mistake is never a traceback."""
     prepare_streams()
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) == signal.SIG_DFL:  # nohup ignores one
+            signal.signal(number, interrupt)
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         code = main()
         sys.stdout.flush()
     except Exception as error:
-        if not (isinstance(error, ValueError | OSError) or is_out_of_memory(error)):
+        known = isinstance(error, ValueError | OSError | FloatingPointError)
+        if not (known or is_out_of_memory(error)):
             raise
         abandon_stdout()
         if isinstance(error, BrokenPipeError):  # the reader left, as in `| head`
             sys.exit(0)
-        print(f"error: {one_line(error)}", file=sys.stderr)
-        code = 2
-    except KeyboardInterrupt:
-        print(file=sys.stderr)
-        code = 130
+        note(f"error: {one_line(error)}")
+        code = 1 if isinstance(error, FloatingPointError) else 2
+    except KeyboardInterrupt as error:
+        note("")
+        code = 128 + (error.args[0] if error.args else signal.SIGINT)
     sys.exit(code)

@@ -7,23 +7,24 @@ device-to-host copy at its end. Plain decoding is the round whose tree has only 
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
+from os.path import commonprefix
 
 import torch
 from torch import Tensor
 
 from eagle_draft import DraftHead, Entries, Pick, Stage, read_chunk, verify
 from model import At, KVCache, Transformer, rope_table
-from talon.drafters import make_source
-from talon.graphs import Graph, Launched, PhaseClock, as_it_is, capture, compile_region, replay
-from talon.sampling import Picks, SamplingConfig
-from talon.trees import NO_TREE, Tree
+from talon.drafters.source import make_source
+from talon.graphs import Graph, Launched, PhaseClock, Recorder, as_it_is, compile_region, replay
+from talon.sampling import NO_TOKEN, Picks, SamplingConfig
+from talon.trees import NO_TREE, Tree, bucket_widths
 
-SMALLEST_BUCKET = 256  # cache slots that attention reads at least
+PREFILL_CHUNK = {"cpu": 64, "cuda": 256}  # tokens of a forward over the prompt
 
 
 class Decoder:
-    """One target, perhaps one head, one tree: static buffers and the compiled regions that work on
-    them."""
+    """One target, perhaps one head, one tree: static buffers and compiled regions over them."""
 
     def __init__(
         self,
@@ -36,8 +37,8 @@ class Decoder:
         self.model, self.max_seq_length, self.tree = model, max_seq_length, tree
         weight, c = model.norm.weight, model.config
         self.device = weight.device
-        on_gpu = self.device.type == "cuda"
-        self.chunk = 256 if on_gpu else 64  # tokens of a prefill forward
+        self.on_gpu = self.device.type == "cuda"
+        self.chunk = PREFILL_CHUNK[self.device.type]
         rows = tree.cache_rows(max_seq_length, self.chunk)
         compiled = compile_region if compile else as_it_is
         self.drafter = make_source(tree, head, rows, self.device, compiled)
@@ -49,25 +50,24 @@ class Decoder:
         self.root = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.result = torch.zeros(tree.depth + 2, dtype=torch.int64, device=self.device)
         self.numbers = torch.arange(self.chunk + tree.depth + 1, device=self.device)
-        self.buckets: dict[int, Tensor] = {}
-        self.graphs: dict[tuple[int, Pick], Graph] = {}
+        self.buckets = [torch.arange(n, device=self.device) for n in bucket_widths(rows)]
+        for slots in self.buckets:
+            torch._dynamo.mark_dynamic(slots, 0)
+        self.graphs: dict[Pick, dict[int, Graph]] = {}  # by the width of the bucket
         self.cached: list[int] = []  # the ids whose keys and values are valid, for the next prompt
         self.clock = PhaseClock(self.device)
+        self.recorder = Recorder(self.clock, compile) if self.on_gpu else None
         self.verify = compiled(verify)
         # On a CPU the matrix multiplications of a chunk dwarf what compiling it would save.
-        self.read_chunk = compiled(read_chunk) if on_gpu else read_chunk
+        self.read_chunk = compiled(read_chunk) if self.on_gpu else read_chunk
 
     # ---------------------------------------------------------------- prefill
 
     def at(self, needed: int) -> At:
-        """The committed length, and the slots of the smallest power-of-two bucket that holds
-        `needed` of them."""
-        width = min(max(SMALLEST_BUCKET, 1 << (needed - 1).bit_length()), self.cache.rows - 1)
-        if width not in self.buckets:
-            slots = torch.arange(width, device=self.device)
-            torch._dynamo.mark_dynamic(slots, 0)
-            self.buckets[width] = slots
-        return At(self.length, self.buckets[width])
+        """The committed length, and the slots of the smallest bucket that holds `needed` of them,
+        or of the largest."""
+        fitting = (slots for slots in self.buckets if len(slots) >= needed)
+        return At(self.length, next(fitting, self.buckets[-1]))
 
     @torch.inference_mode()
     def prefill(self, ids: list[int], start: int, pick: Pick) -> int:
@@ -125,19 +125,25 @@ class Decoder:
         """Start one round whose slots stay below `needed`. On a GPU it returns before the round is
         done."""
         at = self.at(needed)
-        if self.device.type != "cuda":
+        if not self.on_gpu:
             self.round(at, pick)
             return Launched(self.result)
-        key = (len(at.slots), pick)
-        if key not in self.graphs:
-            state = (self.length, self.root, *self.drafter.state)
-            self.graphs[key] = capture(lambda: self.round(at, pick), state, self.clock)
-        return replay(self.graphs[key], self.result)
+        if pick not in self.graphs:
+            self.graphs[pick] = self.capture_rounds(pick)
+        return replay(self.graphs[pick][len(at.slots)], self.result)
+
+    def capture_rounds(self, pick: Pick) -> dict[int, Graph]:
+        """A round in every bucket, so that none is captured in the middle of a text."""
+        state, graphs = (self.length, self.root, *self.drafter.state), {}
+        for slots in reversed(self.buckets):
+            step = partial(self.round, At(self.length, slots), pick)
+            graphs[len(slots)] = self.recorder.capture(step, state)
+        return graphs
 
     @torch.inference_mode()
     def warm_up(self, sampling: SamplingConfig) -> float:
-        """Compile everything that such decoding runs. Returns the seconds it took; keeps nothing
-        cached."""
+        """Compile everything that such decoding runs, and on a GPU capture it. Returns the seconds
+        it took; keeps nothing cached."""
         started = time.perf_counter()
         pick = self.picks.set(sampling)
         self.prefill([0], 0, pick)
@@ -160,13 +166,7 @@ class Decoder:
         """How many leading tokens need no prefill. The last common one runs again: the head's entry
         there pairs it with the token that follows, which may differ, and some forward must give the
         next logits."""
-        return max(common_length(self.cached, ids) - 1, 0)
-
-
-def common_length(first: list[int], second: list[int]) -> int:
-    """How many leading ids are the same."""
-    pairs = zip(first, second, strict=False)
-    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
+        return max(len(commonprefix([self.cached, ids])) - 1, 0)
 
 
 # ---------------------------------------------------------------- the loop
@@ -275,21 +275,23 @@ class Generation:
             for later in waiting:
                 later.tokens()
             decoder.clock.read(launched.events, stats.rounds)
-        stats.draft_s, stats.verify_s = (
-            decoder.clock.seconds["draft"],
-            decoder.clock.seconds["verify"],
-        )
+        stats.draft_s, stats.verify_s = (decoder.clock.seconds[p] for p in ("draft", "verify"))
 
     def launch_ahead(self, waiting: list[Launched], pick: Pick) -> None:
         """Start the next round, and on a GPU the one after it before the first is read."""
-        decoder, ahead = self.decoder, 1 if self.decoder.device.type == "cuda" else 0
+        decoder, ahead = self.decoder, int(self.decoder.on_gpu)
         while len(waiting) <= ahead and len(self.tokens) + len(waiting) < self.budget:
             longest = (decoder.tree.depth + 1) * len(waiting)
             committed = len(self.ids) + len(self.tokens) - 1 + longest
             waiting.append(decoder.launch(committed + decoder.tree.reach, pick))
 
     def take(self, token: int) -> int:
-        """Append a token, and see whether it is the last."""
+        """Append a token, and see whether it is the last. FloatingPointError if there is none."""
+        if token == NO_TOKEN:
+            raise FloatingPointError(
+                f"the model's logits are NaN after {len(self.ids) + len(self.tokens)} tokens: "
+                "damaged weights, or too large for this --dtype: try fp32, or convert again"
+            )
         self.tokens.append(token)
         if token in self.stop_ids:
             self.end("eos")

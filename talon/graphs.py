@@ -5,12 +5,14 @@ levels. On a GPU the pieces of a round are then captured together in one CUDA gr
 what a round consists of (talon/decoder.py)."""
 
 import functools
+import gc
 import os
 import struct
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from inspect import signature
 from pathlib import Path
 from types import FunctionType
 
@@ -47,9 +49,9 @@ INDUCTOR_OPTIONS = {
 
 
 def compile_region(function: Callable) -> Callable:
-    """One compilation per shape; the length bucket is dynamic, and there is never a fallback to
-    eager inside a region. Tuning and measuring run many trees in one process, so many shapes are no
-    sign of a mistake here. ValueError, when it is called, where nothing can be compiled."""
+    """One compilation per shape, and never a fallback to eager inside a region. Tuning and
+    measuring run many trees in one process, so many shapes are no sign of a mistake here.
+    ValueError, when it is called, where nothing can be compiled."""
     from torch._dynamo.exc import TorchDynamoException
 
     remove_broken_libraries()
@@ -65,13 +67,12 @@ def compile_region(function: Callable) -> Callable:
         try:
             return compiled(*arguments)
         except (TorchDynamoException, OSError) as error:
-            lines = (line.strip() for line in str(error).splitlines())
-            reason = next(filter(None, lines), type(error).__name__)
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
             raise ValueError(
-                f"torch.compile does not work here ({reason}): it needs a C++ compiler such as g++ "
-                "(CXX names another one), and on a GPU Triton too: install it, or run with "
-                "--no_compile; delete the cache "
-                f"{os.environ.get('TORCHINDUCTOR_CACHE_DIR')} if it is damaged"
+                f"torch.compile does not work here ({lines[0]}): it needs a C++ compiler such as "
+                "g++ (CXX names another one), and on a GPU Triton too: install it, or run with "
+                f"--no_compile; delete the cache {cache} if it is damaged"
             ) from error
 
     return run
@@ -106,8 +107,7 @@ Events = list[tuple[str, torch.cuda.Event]]
 
 
 class PhaseClock:
-    """Seconds per phase of a round. On a GPU the marks are events inside the graph, read after its
-    replay."""
+    """Seconds per phase of a round; on a GPU by events inside the graph, read after its replay."""
 
     def __init__(self, device: torch.device) -> None:
         self.on_gpu = device.type == "cuda"
@@ -119,8 +119,7 @@ class PhaseClock:
         self.seconds = {"draft": 0.0, "verify": 0.0}
 
     def start(self) -> None:
-        if self.on_gpu:
-            self.events = []
+        self.events = []
         self.mark("start")
 
     def mark(self, phase: str) -> None:
@@ -136,8 +135,7 @@ class PhaseClock:
         self.last = now
 
     def read(self, events: Events, rounds: int) -> None:
-        """Let the last replay of a graph, which must have finished, stand for `rounds` of them: to
-        read each would wait."""
+        """Let the last replay of a graph, by now finished, stand for all: reading each waits."""
         for (_, before), (phase, after) in zip(events, events[1:], strict=False):
             self.seconds[phase] += rounds * before.elapsed_time(after) / 1e3
 
@@ -150,21 +148,37 @@ class Graph:
     events: Events
 
 
-def capture(step: Callable[[], None], state: Sequence[Tensor], clock: PhaseClock) -> Graph:
-    """Record a round as a CUDA graph. It is rehearsed first, which compiles: the rehearsal may
-    write slots that are not committed, and `state` is given back what it held."""
-    before = [tensor.clone() for tensor in state]
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    for tensor, value in zip(state, before, strict=True):
-        tensor.copy_(value)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return Graph(graph, clock.events)
+class Recorder:
+    """Captures the rounds of a decoder, all in one pool of memory: no two run at once, and what a
+    round leaves lies in the decoder's own buffers. The largest, captured first, serves the rest."""
+
+    def __init__(self, clock: PhaseClock, compiled: bool) -> None:
+        self.clock, self.pool = clock, torch.cuda.graph_pool_handle()
+        self.stream = torch.cuda.Stream()
+        # Newer releases can tell at a replay that an input was freed; but they watch the capture by
+        # a dispatch mode, under which compiled regions refuse to run.
+        known = "check_input_liveness" in signature(torch.cuda.graph).parameters
+        self.options = {"check_input_liveness": True} if known and not compiled else {}
+
+    def capture(self, step: Callable[[], None], state: Sequence[Tensor]) -> Graph:
+        """Record a round. It is rehearsed first, which compiles: the rehearsal may write slots that
+        are not committed, and `state` is given back what it held."""
+        before = [tensor.clone() for tensor in state]
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            step()
+        torch.cuda.current_stream().wait_stream(self.stream)
+        for tensor, value in zip(state, before, strict=True):
+            tensor.copy_(value)
+        graph, collecting = torch.cuda.CUDAGraph(), gc.isenabled()
+        gc.disable()  # to destroy a dead decoder's graphs now would break the capture
+        try:
+            with torch.cuda.graph(graph, self.pool, self.stream, **self.options):
+                step()
+        finally:
+            if collecting:
+                gc.enable()
+        return Graph(graph, self.clock.events)
 
 
 @dataclass

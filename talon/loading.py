@@ -1,13 +1,12 @@
-"""From files to modules: read, check, fit together, and plan the memory before anything is loaded.
+"""From files to modules: read, check, fit together.
 
 Nothing is inferred from a name and nothing is left to chance: every parameter has its tensor, from
 its own file or borrowed from the target by rule; what does not fit is refused with both numbers.
-Leaves out: other projects' files (convert_hf_checkpoint.py), decoding (talon/decoder.py)."""
+Leaves out: other projects' files (convert_hf_checkpoint.py), how much memory that takes
+(talon/memory.py), decoding (talon/decoder.py)."""
 
 import functools
 import platform
-import re
-from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
@@ -16,22 +15,19 @@ from torch import Tensor, nn
 
 from eagle_draft import DraftConfig, DraftHead, default_feature_layers
 from model import Attention, ModelConfig, Transformer
-from talon.checkpoint import Checkpoint, read_checkpoint
+from talon.checkpoint import DTYPES, Checkpoint, read_checkpoint
 from talon.cli import note
 from talon.kernels import cpu_kernels
-from talon.kernels.linear import QuantizedLinear, swap_linears
-from talon.tokenizer import TOKENIZER_FILES, Tokenizer, load_tokenizer
+from talon.tokenizer import Tokenizer, find_vocabulary, load_tokenizer
 from talon.trees import NO_TREE, PRESETS, Tree, parse_tree
-
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-
 
 # ---------------------------------------------------------------- where and how precisely
 
 
 def pick_device(name: str) -> torch.device:
+    """The device of that name; a GPU is made ready."""
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
     except RuntimeError:
@@ -40,12 +36,23 @@ def pick_device(name: str) -> torch.device:
         raise ValueError(f"device {name} is asked for, but torch finds no GPU: give --device cpu")
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"device {name!r} is not supported: give auto, cpu or cuda")
+    if device.type == "cuda":
+        make_ready(device)
     return device
 
 
+def make_ready(gpu: torch.device) -> None:
+    """Settings of torch for a GPU, in this one place. Parts of a sum are not rounded to 16 bits:
+    how many there are differs between one row and many, and near ties would flip. Streams and
+    graphs are made on the current GPU, so this is to be it."""
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+    if gpu.index is not None:
+        torch.cuda.set_device(gpu)
+
+
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:
-    """auto: fp32 on a CPU, where it is exact and not slower; on a GPU bf16, or fp16 where bf16 is
-    emulated."""
+    """auto: on a CPU fp32, which is not slower; on a GPU bf16, or fp16 where bf16 is emulated."""
     if name not in ("auto", *DTYPES):
         raise ValueError(f"dtype {name!r} is not known: give auto, {', '.join(DTYPES)}")
     if name != "auto":
@@ -131,7 +138,7 @@ def fit_context(asked: int | None, config: ModelConfig, default: int = 4096) -> 
 
 def find_tokenizer(directory: Path, config: ModelConfig) -> Tokenizer | None:
     """The tokenizer in a checkpoint's directory; None if there is none at all, for use with ids."""
-    if not any((directory / name).exists() for name in TOKENIZER_FILES):
+    if find_vocabulary(directory) is None:
         return None
     tokenizer = load_tokenizer(directory)
     if tokenizer.vocab_size > config.vocab_size:
@@ -145,6 +152,13 @@ def find_tokenizer(directory: Path, config: ModelConfig) -> Tokenizer | None:
 # ---------------------------------------------------------------- modules
 
 
+def loaded_dtype(file: Checkpoint, name: str, dtype: torch.dtype) -> torch.dtype:
+    """Of a tensor once loaded: what is quantised stays as it is stored, for packing to change."""
+    quantized = name.rpartition(".")[0] in (file.quantization or {}).get("layers", {})
+    stored = file.specs[name].dtype
+    return dtype if stored.is_floating_point and not quantized else stored
+
+
 def fill(
     module: nn.Module,
     checkpoint: Checkpoint,
@@ -152,24 +166,20 @@ def fill(
     dtype: torch.dtype,
     prefix: str = "",
 ) -> None:
-    """Give every parameter of a module on the meta device its tensor: each exactly one of those
-    under `prefix`, none left over."""
+    """Give every parameter of a module on the meta device its tensor: each of those under `prefix`
+    goes to exactly one."""
     wanted = {prefix + name: tuple(t.shape) for name, t in module.state_dict().items()}
     found = {n: spec.shape for n, spec in checkpoint.specs.items() if n.startswith(prefix)}
     for name in sorted(wanted.keys() | found.keys()):
         if wanted.get(name) != found.get(name):
             raise ValueError(
-                f"{checkpoint.path} does not match its own configuration ({name} is "
-                f"{found.get(name, 'missing')} in the file, {wanted.get(name, 'unused')} by the "
-                "configuration): convert it again"
+                f"{checkpoint.path} does not match its configuration ({name}: "
+                f"{found.get(name, 'missing')}, not {wanted.get(name, 'unused')}): convert it again"
             )
-    # A quantised layer's numbers stay as they are stored; packing gives them the device's form.
-    quantized = tuple(f"{layer}." for layer in (checkpoint.quantization or {}).get("layers", {}))
     state = {}
     for name in wanted:
-        tensor = checkpoint.tensor(name)
-        cast = tensor.is_floating_point() and not name.startswith(quantized)
-        state[name.removeprefix(prefix)] = tensor.to(device, dtype if cast else tensor.dtype)
+        stored = checkpoint.tensor(name)
+        state[name.removeprefix(prefix)] = stored.to(device, loaded_dtype(checkpoint, name, dtype))
     module.load_state_dict(state, strict=True, assign=True)
     module.requires_grad_(False).eval()
 
@@ -180,15 +190,17 @@ def empty_module(
     """A target or a head on the meta device, its quantised linears swapped in."""
     with torch.device("meta"):
         module = kind(config)
-    swap_linears(module, checkpoint.quantization)
+    if checkpoint.quantization:
+        from talon.kernels.linear import swap_linears  # which only quantised files need
+
+        swap_linears(module, checkpoint.quantization)
     return module
 
 
 def load_target(
     files: Files, device: torch.device, dtype: torch.dtype, pack_for: torch.device | None = None
 ) -> Transformer:
-    """The model of a target file, its operators those of the device, or of another one that it will
-    be moved to."""
+    """The model of a target file, its operators those of the device, or of the one it moves to."""
     config, checkpoint = files.config, files.target
     model = empty_module(Transformer, config, checkpoint)
     tied = config.tied and "output.weight" not in checkpoint.specs
@@ -215,12 +227,10 @@ def has_cpu_operators() -> bool:
 
 def choose_operators(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
     """Let a module's linear layers and attention run by what `device` has for a few rows; dtype is
-    that of the activations. In place; what has been done is not done again.
-
-    No other place rewires modules."""
-    for linear in module.modules():
-        if isinstance(linear, QuantizedLinear) and not linear.route:
-            linear.pack(device, dtype)
+    that of the activations. In place, and the only place that rewires modules."""
+    for layer in module.modules():
+        if hasattr(layer, "pack"):  # a quantised one
+            layer.pack(device, dtype)
     if device.type != "cpu" or dtype != torch.float32 or not has_cpu_operators():
         return
     for parent in list(module.modules()):
@@ -232,8 +242,7 @@ def choose_operators(module: nn.Module, device: torch.device, dtype: torch.dtype
 
 
 def fit_head(path: str | Path, head: DraftConfig, target: ModelConfig) -> DraftConfig:
-    """The head's configuration with its feature layers resolved, refused if it cannot belong to
-    this target."""
+    """The head's configuration with its feature layers resolved, if it fits this target."""
     hidden = head.dim if head.family == "eagle1" else head.target_dim
     for what, mine, theirs in (
         ("hidden size", hidden, target.dim),
@@ -253,9 +262,7 @@ def fit_head(path: str | Path, head: DraftConfig, target: ModelConfig) -> DraftC
         return head
     layers = head.feature_layers or default_feature_layers(target.n_layer)
     if min(layers) < 0 or max(layers) > target.n_layer:
-        raise ValueError(
-            f"{path} reads layers {list(layers)}, but this target has only {target.n_layer}"
-        )
+        raise ValueError(f"{path} reads layers {list(layers)}, this target has {target.n_layer}")
     return replace(head, feature_layers=layers)
 
 
@@ -267,9 +274,7 @@ def load_head(
     head = empty_module(DraftHead, config, checkpoint)
     identity = "d2t" not in checkpoint.specs
     if identity and config.draft_vocab_size != config.vocab_size:
-        raise ValueError(
-            f"{checkpoint.path}: a reduced draft vocabulary needs d2t: convert the head again"
-        )
+        raise ValueError(f"{checkpoint.path} has no d2t, which it needs: convert the head again")
     if identity:
         del head.d2t
     fill(head, checkpoint, device, dtype)
@@ -278,9 +283,7 @@ def load_head(
         head.register_buffer("d2t", zeros)
     ids = head.target_ids
     if int(ids.min()) < 0 or int(ids.max()) >= config.vocab_size:
-        raise ValueError(
-            f"{checkpoint.path}: d2t leads outside the vocabulary of {config.vocab_size}"
-        )
+        raise ValueError(f"{checkpoint.path}: d2t leads outside the vocabulary: convert it again")
     if not config.own_embedding:
         head.tok_embeddings = model.tok_embeddings
     if not config.own_output:
@@ -291,7 +294,7 @@ def load_head(
 
 def rows_of(linear: nn.Module, ids: Tensor) -> nn.Module:
     """The target's lm_head reduced to the rows of a draft vocabulary; a quantised one stays so."""
-    if isinstance(linear, QuantizedLinear):
+    if hasattr(linear, "rows_of"):
         return linear.rows_of(ids)
     reduced = nn.Linear(linear.in_features, ids.shape[0], bias=False, device="meta")
     reduced.weight = nn.Parameter(linear.weight[ids], requires_grad=False)
@@ -318,22 +321,16 @@ def head_card(c: DraftConfig) -> str:
 
 
 def fit_tree(asked: Tree | None, head: DraftConfig | None) -> Tree:
-    """The tree to use, refused where the head cannot fill it. None, which is `--tree auto`, takes
-    the preset of the head's family."""
+    """The tree to use, if the head can fill it; for None, `--tree auto`, its family's preset."""
     if head is None:
         tree = asked or NO_TREE
         if tree.needs_head:
-            raise ValueError(
-                f"tree {tree.name!r} needs a head: give --draft_checkpoint_path, or --tree none or "
-                "lookup:5"
-            )
+            needs = f"tree {tree.name!r} needs a head"
+            raise ValueError(f"{needs}: give --draft_checkpoint_path, or --tree none or lookup:5")
         return tree
     tree = asked or parse_tree(PRESETS[head.family])
     if tree.levels > 64 or tree.nodes > 1024:
-        raise ValueError(
-            f"tree {tree.name} has {tree.nodes} nodes and {tree.levels} levels: give 1024 and 64 "
-            "at most"
-        )
+        raise ValueError(f"tree {tree.name} is too large: give 1024 nodes and 64 levels at most")
     size = head.draft_vocab_size
     if tree.top_k > size:
         raise ValueError(
@@ -341,105 +338,3 @@ def fit_tree(asked: Tree | None, head: DraftConfig | None) -> Tree:
             f"has {size}: lower top_k to {size} or less"
         )
     return tree
-
-
-# ---------------------------------------------------------------- the memory plan
-
-
-@dataclass(frozen=True)
-class MemoryPlan:
-    """Bytes that a decoder will hold. `available` is None where the system does not say."""
-
-    target: int
-    head: int
-    caches: int
-    workspace: int
-    available: int | None = None
-
-    @property
-    def total(self) -> int:
-        return self.target + self.head + self.caches + self.workspace
-
-    def check(self) -> None:
-        if self.available is None or self.total <= self.available:
-            return
-        raise ValueError(
-            f"this needs {gigabytes(self.total)} (target {gigabytes(self.target)}, head "
-            f"{gigabytes(self.head)}, caches {gigabytes(self.caches)}, workspace "
-            f"{gigabytes(self.workspace)}) but the device has {gigabytes(self.available)} free: "
-            "quantise with quantize.py --mode int8 or int4, or lower --max_seq_length"
-        )
-
-
-def gigabytes(count: int) -> str:
-    return f"{count / 1e9:.2f} GB"
-
-
-def loaded_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> int:
-    """Bytes of a file's tensors once loaded: floating point ones outside quantised layers in the
-    compute dtype."""
-    quantized = tuple(f"{layer}." for layer in (checkpoint.quantization or {}).get("layers", {}))
-    total = 0
-    for name, spec in checkpoint.specs.items():
-        cast = spec.dtype.is_floating_point and not name.startswith(quantized or ("\0",))
-        size = dtype.itemsize if cast else spec.dtype.itemsize
-        total += size * torch.Size(spec.shape).numel()
-    return total
-
-
-def plan_memory(
-    files: Files,
-    max_seq_length: int,
-    tree: Tree,
-    dtype: torch.dtype,
-    available: int | None,
-    chunk: int = 256,
-) -> MemoryPlan:
-    """What decoding will need, from the files' headers alone."""
-    c, d = files.config, files.head_config
-    rows = tree.cache_rows(max_seq_length, chunk)
-    caches = 2 * c.n_layer * c.n_kv_head * c.head_dim * rows * dtype.itemsize
-    if d is not None:
-        caches += 2 * d.n_kv_head * d.head_dim * rows * dtype.itemsize
-    scores = 2 * c.n_head * chunk * rows * 4  # attention of one prefill chunk, in fp32
-    logits = 3 * tree.nodes * c.vocab_size * 4  # of a tree, with noise and filter
-    hidden = 8 * chunk * c.intermediate_size * dtype.itemsize
-    head = loaded_bytes(files.head, dtype) if files.head else 0
-    workspace = scores + logits + hidden
-    return MemoryPlan(loaded_bytes(files.target, dtype), head, caches, workspace, available)
-
-
-CGROUP_FILES = (  # of version 2 and 1: the limit, what is in use, how its statistics are named
-    ("sys/fs/cgroup", "memory.max", "memory.current", "{}_file"),
-    ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_{}_file"),
-)
-
-
-def numbers_in(path: Path) -> dict[str, int]:
-    """`name 1` or `name: 1 kB` a line of a file of the kernel; one number alone is named ''."""
-    text = path.read_text(encoding="ascii") if path.is_file() else ""
-    found = re.findall(r"^(?:(\w+):?\s+)?(\d+)(?: kB)?$", text, re.MULTILINE)
-    return {name: int(number) for name, number in found}
-
-
-def cgroup_memory(root: Path) -> Iterator[int]:
-    """What each limit around this process leaves, as a container has one. The system drops cached
-    files where memory is wanted."""
-    groups = root / "proc/self/cgroup"
-    lines = groups.read_text().splitlines() if groups.is_file() else []
-    paths = {Path(line.split(":", 2)[2]).relative_to("/") for line in lines}
-    for group in {parent for path in paths for parent in (path, *path.parents)}:
-        for folder, limit, used, cached in CGROUP_FILES:
-            folder = root / folder / group
-            if most := numbers_in(folder / limit).get(""):
-                stat = numbers_in(folder / "memory.stat")
-                files = sum(stat.get(cached.format(kind), 0) for kind in ("active", "inactive"))
-                yield max(0, most - numbers_in(folder / used).get("", 0) + files)
-
-
-def available_memory(device: torch.device, root: Path = Path("/")) -> int | None:
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    machine = numbers_in(root / "proc/meminfo").get("MemAvailable")
-    left = [1024 * machine] if machine else []
-    return min([*left, *cgroup_memory(root)], default=None)

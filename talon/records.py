@@ -1,20 +1,22 @@
 """What a generation did, measured: the record behind --json and the line for people.
 
 Decode speed counts decoding alone: no loading, no compiling, no prefill. Bandwidth counts the bytes
-that a round has to read, weights and cache rows, over its time; it can be held against what the
-memory can do."""
+that a round has to read, weights and cached rows, over its time."""
 
 import json
+import platform
 import resource
 import subprocess
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from talon.checkpoint import atomic_file
+from talon.cli import note
 from talon.decoder import Decoder, Generation
-from talon.loading import gigabytes
+from talon.memory import gigabytes
+from talon.text import Engine, TextGeneration
 
 
 def peak_memory(device: torch.device) -> int:
@@ -29,32 +31,31 @@ def compilations() -> int:
 
 
 def bytes_per_round(decoder: Decoder, committed: float) -> float:
-    """Weights and cached keys and values that one round reads: the target once, the head once per
-    level and once to catch up."""
+    """Weights and cached rows that one round reads: the target's once, the head's once a level."""
     model, tree = decoder.model, decoder.tree
     weights = sum(module_bytes(module) for module in (model.layers, model.output))
-    row = decoder.cache.data[:, :, :, 0].numel() * decoder.cache.data.itemsize
-    total = weights + committed * row
+    total = weights + committed * decoder.cache.data[:, :, :, 0].nbytes
     if decoder.drafter.stage is not None:
         head, cache, *_ = decoder.drafter.stage
-        row = cache.data[:, :, :, 0].numel() * cache.data.itemsize
-        layer = sum(module_bytes(module) for module in (head.fc, head.layer))
-        total += tree.levels * (layer + module_bytes(head.output) + committed * row)
+        weights = sum(module_bytes(module) for module in (head.fc, head.layer, head.output))
+        total += tree.levels * (weights + committed * cache.data[:, :, :, 0].nbytes)
     return total
 
 
+def moved_bytes(run: Generation) -> float:
+    """What all rounds of a generation read together."""
+    middle = len(run.ids) + len(run.tokens) / 2
+    return bytes_per_round(run.decoder, middle) * run.stats.rounds
+
+
 def module_bytes(module: nn.Module) -> int:
-    tensors = [*module.parameters(), *module.buffers()]
-    return sum(tensor.numel() * tensor.itemsize for tensor in tensors)
+    return sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
 
 
 def sample_record(run: Generation, text: str | None) -> dict:
-    """What --json says of one sample; seconds, bytes and tokens. `text` is None without a
-    tokenizer."""
+    """What --json says of a sample, in seconds, bytes and tokens. text: None without tokenizer."""
     decoder, stats = run.decoder, run.stats
     speed = stats.emitted / stats.decode_s if stats.decode_s else 0.0
-    middle = len(run.ids) + len(run.tokens) / 2
-    moved = bytes_per_round(decoder, middle) * stats.rounds
     return {
         "seed": run.sampling.seed,
         "prompt_tokens": len(run.ids),
@@ -69,7 +70,7 @@ def sample_record(run: Generation, text: str | None) -> dict:
         "accepted_by_depth": stats.accepted_by_depth,
         "draft_s": stats.draft_s,
         "verify_s": stats.verify_s,
-        "bandwidth_bytes_per_s": moved / stats.decode_s if stats.decode_s else 0.0,
+        "bandwidth_bytes_per_s": moved_bytes(run) / stats.decode_s if stats.decode_s else 0.0,
         "peak_memory_bytes": peak_memory(decoder.device),
     }
 
@@ -94,31 +95,52 @@ def describe(record: dict, drafting: bool) -> str:
 
 
 def project_commit() -> str | None:
-    """The commit of a checkout of this project, with "-dirty" where files differ from it; None
-    where it is no checkout."""
+    """The commit of this checkout, with "-dirty" where files differ from it; None elsewhere."""
     try:
-        result = subprocess.run(
-            ["git", "describe", "--always", "--exclude=*", "--abbrev=40", "--dirty"],
-            cwd=Path(__file__).parent,
-            capture_output=True,
-            text=True,
-            timeout=5,
-        )
+        command = ["git", "describe", "--always", "--exclude=*", "--abbrev=40", "--dirty"]
+        where = Path(__file__).parent
+        result = subprocess.run(command, cwd=where, capture_output=True, text=True, timeout=5)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return result.stdout.strip() if result.returncode == 0 else None
 
 
 def write_json(path: str, value: dict) -> None:
+    from talon.writing import atomic_file  # seldom needed
+
+    text = json.dumps(value, indent=1, ensure_ascii=False) + "\n"
     with atomic_file(Path(path)) as file:
         # A file name from the shell may hold bytes that are no text: JSON has an escape for them.
-        file.write(
-            (json.dumps(value, indent=1, ensure_ascii=False) + "\n").encode(
-                errors="backslashreplace"
-            )
-        )
+        file.write(text.encode(errors="backslashreplace"))
+
+
+def markdown_table(lines: list[list[str]]) -> str:
+    """A table for people whose first line is the heading."""
+    lines = [lines[0], ["---"] * len(lines[0]), *lines[1:]]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def short_commit(report: dict) -> str:
     number, dirty, _ = (report["commit"] or "unknown").partition("-dirty")
     return number[:10] + dirty
+
+
+@dataclass
+class Results:
+    """What --json writes, as far as it has come."""
+
+    samples: list[dict] = field(default_factory=list)
+    checks: list[dict] = field(default_factory=list)
+
+    def add(self, text: TextGeneration) -> None:
+        """Measure a finished text, and tell people."""
+        self.samples.append(sample_record(text.generation, text.text if text.stream else None))
+        note(describe(self.samples[-1], text.engine.decoder.tree.nodes > 1))
+
+    def to_json(self, engine: Engine, argv: list[str], recompiles: int) -> dict:
+        top = {"argv": argv, **engine.card, "recompiles": recompiles, "commit": project_commit()}
+        top["versions"] = {"torch": torch.__version__, "python": platform.python_version()}
+        if self.checks:
+            wrong = (check for check in self.checks if not check["identical"])
+            top["check"] = next(wrong, self.checks[0])
+        return {**top, "samples": self.samples}

@@ -17,6 +17,7 @@ from torch import Tensor
 HOTTEST = 1e6  # hotter than this every token is equally likely
 GREEDY_BELOW = 1e-5  # below this, logits over temperature leave fp32's resolution: greedy
 NO_TOP_K = 2**31
+NO_TOKEN = -1
 WORD = 0xFFFFFFFF
 GUESS_POOL = 256  # the head filters only its best tokens: it guesses, the target decides
 
@@ -31,6 +32,9 @@ class SamplingConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        for name, value in (("top_k", self.top_k), ("seed", self.seed)):
+            if not isinstance(value, int):
+                raise ValueError(f"{name} {value!r} is not allowed: give a whole number")
         if not 0 <= self.temperature <= HOTTEST:  # NaN fails too
             raise ValueError(
                 f"temperature {self.temperature} is not allowed: give a number >= 0 and <= "
@@ -102,10 +106,13 @@ class Pick:
         raise NotImplementedError
 
     def choose(self, logits: Tensor, positions: Tensor) -> Tensor:
-        """The target's choice after each of N tokens, int64 [N]. Ties go to the lowest id."""
+        """The target's choice after each of N tokens, int64 [N]. Ties go to the lowest id; where a
+        logit is NaN there is no choice, which is NO_TOKEN."""
         tokens = torch.arange(logits.shape[1], device=logits.device)
         values, columns = self.values(logits, positions, tokens, pool=logits.shape[1])
-        return columns.gather(1, values.argmax(1, keepdim=True))[:, 0]
+        best = values.argmax(1, keepdim=True)  # NaN counts as the highest
+        chosen = torch.where(values.gather(1, best).isnan(), NO_TOKEN, columns.gather(1, best))
+        return chosen[:, 0]
 
     def guess(
         self, logits: Tensor, positions: Tensor, tokens: Tensor, top_k: int

@@ -450,7 +450,7 @@ def test_a_line_that_does_not_fit_is_refused_and_forgotten(cli, plain, tmp_path)
     assert (
         err.count("error: ") == 2
         and "error: the prompt has" in err
-        and "error: the line holds bytes" in err
+        and "error: the text holds bytes" in err
     )
     history = [
         {"role": "user", "content": "hi"},
@@ -458,6 +458,27 @@ def test_a_line_that_does_not_fit_is_refused_and_forgotten(cli, plain, tmp_path)
     ]
     history.append({"role": "user", "content": "hi"})
     assert samples[1]["prompt_tokens"] == len(plain.encode(history))
+
+
+@pytest.mark.parametrize("chat", ["--chat", "--no_chat"])
+def test_a_full_context_lets_the_oldest_turns_fall_away(cli, plain, tmp_path, chat):
+    argv = ("--interactive", chat, "--max_new_tokens", 8, "--max_seq_length", 120, "--ignore_eos")
+    system = ("--system", "S") if chat == "--chat" else ()
+    lines = [f"this is line number {n}" for n in range(9)]
+    code, _, err = cli(*argv, *system, "--json", tmp_path / "o", stdin="\n".join(lines))
+    samples = record(tmp_path / "o")["samples"]
+    assert code == 0 and len(samples) == 9 and "error" not in err
+    assert all(len(s["tokens"]) == 8 and s["prompt_tokens"] <= 112 for s in samples)
+    assert err.count("oldest turns fell away") >= 3
+    if chat == "--chat":  # the last prompt is the system message, whole turns, and the new line
+        history = [{"role": "system", "content": "S"}]
+        said = [{"role": "user", "content": lines[-1]}]
+        last = [
+            {"role": "user", "content": lines[-2]},
+            {"role": "assistant", "content": samples[-2]["text"]},
+        ]
+        counts = [len(plain.encode([*history, *kept, *said])) for kept in ([], last)]
+        assert samples[-1]["prompt_tokens"] in counts
 
 
 def test_an_end_at_once_is_no_error(cli, tmp_path):

@@ -11,9 +11,10 @@ from world import LIMIT, VOCAB, save, save_tokenizer
 
 from generate import main
 from talon import text as text_module
-from talon.checkpoint import TensorSpec, read_checkpoint, write_checkpoint
+from talon.checkpoint import TensorSpec, read_checkpoint
 from talon.cli import run
 from talon.text import load
+from talon.writing import write_checkpoint
 
 MISUSES = [
     ((), ("no prompt", "--prompt")),

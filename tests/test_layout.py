@@ -5,7 +5,19 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 COMMANDS = {"generate", "convert_hf_checkpoint", "quantize", "train_draft", "benchmark"}
-LEAVES = {f"talon.{n}" for n in ("checkpoint", "tokenizer", "prompts", "sampling", "trees", "cli")}
+LEAVES = {
+    f"talon.{n}"
+    for n in (
+        "checkpoint",
+        "writing",
+        "tokenizer",
+        "settings",
+        "prompts",
+        "sampling",
+        "trees",
+        "cli",
+    )
+}
 SHELVES = {"tuning", "training", "measuring", "formats", "serving"}
 PATHS = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts): path

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from tiny import table_head, table_model
-from world import LIMIT, TREES, VOCAB, say, speaker
+from world import LIMIT, TREES, VOCAB, cycle_of, say, speaker
 
 from talon.decoder import Decoder
 from talon.loading import fit_tree
@@ -72,6 +72,21 @@ def test_a_beginning_of_a_stop_text_is_shown_when_the_text_ends_there(tokenizer)
     engine = speaker(tokenizer, b"abcdef", "chain:5")
     generation = engine.generate([4], max_new_tokens=4, stop=("cdx", "dx"))
     assert "".join(generation) == "abcd" and generation.generation.stop_reason == "length"
+
+
+@pytest.mark.parametrize("tree", [None, *TREES])
+def test_a_special_token_is_a_stop_text_too(tokenizer, tree):
+    """It is never seen in the text, so it is known by its id, also inside an accepted run."""
+    table = cycle_of([*say(b"a", b"b"), tokenizer.token_id("<|start|>"), *say(b"c")])
+    model = table_model(table, max_seq_length=LIMIT)
+    head = table_head(model) if tree else None
+    shape = fit_tree(parse_tree(tree), head.config) if tree else NO_TREE
+    engine = Engine(Decoder(model, LIMIT, head, shape, compile=False), tokenizer, (), {})
+    text = engine.generate(say(b"c"), max_new_tokens=30, stop=("<|start|>", "zz"))
+    assert "".join(text) == text.text == "ab"
+    assert text.generation.stop_reason == "stop" and len(text.tokens) == 3
+    with pytest.raises(ValueError, match="special token next to other text"):
+        engine.generate(say(b"c"), stop="<|start|>user")
 
 
 def test_one_stop_text_may_be_given_as_a_string(tokenizer):

@@ -16,8 +16,9 @@ from filelock import FileLock
 from tiny import random_head, random_model, save_byte_tokenizer
 
 from model import ModelConfig, Transformer
-from talon.checkpoint import TensorSpec, read_checkpoint, write_checkpoint
+from talon.checkpoint import TensorSpec, read_checkpoint
 from talon.graphs import remove_broken_libraries
+from talon.writing import write_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
 COMMANDS = ("generate", "convert_hf_checkpoint", "quantize", "train_draft", "benchmark")

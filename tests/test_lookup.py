@@ -4,7 +4,7 @@ before, nothing waits.
 
 import pytest
 import torch
-from test_engine import NoWaiting, Replayed
+from test_engine import NoWaiting
 from tiny import (
     GOLDEN,
     converted,
@@ -20,7 +20,7 @@ from tiny import (
 from eagle_draft import Nodes, accept, ancestor_mask
 from model import At
 from talon.decoder import Decoder
-from talon.drafters import look_up, remember
+from talon.drafters.lookup import look_up, remember
 from talon.loading import fit_tree
 from talon.sampling import Greedy, SamplingConfig
 from talon.text import load
@@ -107,16 +107,6 @@ def test_a_text_that_loops_is_guessed_in_full_once_it_has_looped():
     # The first cycle knows nothing; after it every round gives the six guesses and the bonus.
     assert run.stats.accepted_by_depth[5] >= (80 - 14) // 7 - 1
     assert run.stats.rounds < 26
-
-
-@pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_a_recorded_round_replays_and_nothing_waits(sampling):
-    model = table_model(cycle_table(24, gap=3.0))
-    plain = decode(eager(model), [1, 2, 3], 60, SAMPLINGS[sampling]).tokens
-    decoder = Replayed(model, 100, None, parse_tree("lookup:5"), compile=False)
-    assert decode(decoder, [1, 2, 3], 60, SAMPLINGS[sampling]).tokens == plain
-    with torch.inference_mode(), NoWaiting():
-        decoder.round(decoder.at(100), decoder.picks.set(SAMPLINGS[sampling]))
 
 
 @pytest.mark.slow
@@ -222,14 +212,14 @@ def test_either_source_may_win_a_round():
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_a_recorded_round_of_both_sources_replays_and_nothing_waits(sampling):
+@pytest.mark.parametrize("tree", ["lookup:5", "dynamic:nodes=8,levels=3,top_k=4+lookup:3"])
+def test_a_round_never_waits_for_the_device(tree, sampling):
     model = table_model(cycle_table(24, gap=3.0))
-    head, tree = table_head(model), parse_tree("dynamic:nodes=8,levels=3,top_k=4+lookup:3")
-    plain = decode(eager(model), [1, 2, 3], 60, SAMPLINGS[sampling]).tokens
-    decoder = Replayed(model, 100, head, tree, compile=False)
-    assert decode(decoder, [1, 2, 3], 60, SAMPLINGS[sampling]).tokens == plain
+    decoder = eager(model, table_head(model), parse_tree(tree))
+    pick = decoder.picks.set(SAMPLINGS[sampling])
+    decoder.prefill([1, 2, 3], 0, pick)
     with torch.inference_mode(), NoWaiting():
-        decoder.round(decoder.at(100), decoder.picks.set(SAMPLINGS[sampling]))
+        decoder.round(decoder.at(100), pick)
 
 
 def test_a_round_launched_ahead_of_the_last_one_fits_into_the_caches():

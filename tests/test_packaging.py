@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from tiny import random_model, save_byte_tokenizer
 
-from talon.checkpoint import TensorSpec, write_checkpoint
+from talon.checkpoint import TensorSpec
+from talon.writing import write_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
 DOOR = {

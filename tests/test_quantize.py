@@ -9,13 +9,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tiny import random_head, random_model, save_byte_tokenizer, unpack_int4
+from tiny_training import tiny_target, write_target
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import quantize
 from model import Transformer
 from quantize import Plan, quantize_checkpoint, quantize_weight
-from talon.checkpoint import TensorSpec, read_checkpoint, write_checkpoint
+from talon.checkpoint import TensorSpec, read_checkpoint
 from talon.kernels.linear import (
     LINEARS,
     pack_int4,
@@ -25,6 +26,7 @@ from talon.kernels.linear import (
     unpacked,
 )
 from talon.loading import choose_operators, load_target, open_files
+from talon.writing import write_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
 CPU = torch.device("cpu")
@@ -397,3 +399,11 @@ def test_evaluation_compares_with_the_original(tmp_path):
     same = list(quantize.evaluate(source, source))
     assert same[1].endswith("(+0.00%), greedy tokens equal 100.00%")
     assert "greedy tokens equal 9" in list(quantize.evaluate(out, None))[1]
+
+
+def test_a_loss_that_no_float_can_raise_e_to_is_an_infinite_perplexity(tmp_path):
+    model = tiny_target()
+    model.output.weight *= 1e4
+    path = write_target(tmp_path, model)
+    perplexity, choices = quantize.predictions(read_checkpoint(path), list(range(40)))
+    assert perplexity == float("inf") and len(choices) == 40

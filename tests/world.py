@@ -14,11 +14,12 @@ from tiny import table_head, table_model
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as JsonTokenizer
 
-from talon.checkpoint import TensorSpec, write_checkpoint
+from talon.checkpoint import TensorSpec
 from talon.decoder import Decoder
 from talon.loading import fit_tree
 from talon.text import Engine
 from talon.trees import NO_TREE, parse_tree
+from talon.writing import write_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
 BOS, START, END, STOP = SPECIAL = ("<|bos|>", "<|start|>", "<|end|>", "<|stop|>")

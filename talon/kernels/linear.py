@@ -158,7 +158,9 @@ class QuantizedLinear(nn.Module):
     def pack(self, device: torch.device, dtype: torch.dtype) -> None:
         """Replace the stored tensors by packed ones, which are no part of a state dict.
 
-        dtype: of the activations, and of what `unpacked` returns."""
+        dtype: of the activations, and of what `unpacked` returns. Once is enough."""
+        if self.route:
+            return
         self.dtype, self.route = dtype, route_on(device)
         for name, tensor in self.packed().items():
             self.register_buffer(name, tensor, persistent=False)

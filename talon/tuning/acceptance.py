@@ -4,8 +4,7 @@ A few texts are decoded plainly while the head grows a wide tree at every positi
 candidates are kept. Which of them came true says what a chain, a static or a smaller dynamic tree
 accepts there, and the text itself what a lookup does; decoding with one of them is then a walk over
 the positions. That is exact as far as the wide tree covers the other: what grows only outside its
-beam counts as wrong. Leaves out: costs and the choice (tuning.py).
-"""
+beam counts as wrong. Leaves out: costs (costs.py) and the choice (choice.py)."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -16,12 +15,13 @@ import torch
 from eagle_draft import Entries, Pick
 from model import At
 from talon.decoder import Decoder
-from talon.drafters import Candidates, RootOnly, look_up
+from talon.drafters.eagle import Candidates
+from talon.drafters.lookup import look_up
+from talon.drafters.source import RootOnly
 from talon.sampling import SamplingConfig
 from talon.trees import Tree
 
 LOOKED_AHEAD = 16  # tokens of a lookup that are compared
-
 END = -1  # in a recorded text for its stop token: no guess, since a round gives it anyway
 
 
@@ -32,8 +32,7 @@ class Recording:
 
     scores: fp64 [R, M]; parents: int64 [R, M], flat; truth: int64 [R, L], flat index of the true
     token's candidate at each depth, -1 from the first depth at which the recorded candidates miss
-    it; looked_up: int64 [R], how many tokens of a lookup are true; counts: positions of each text.
-    """
+    it; looked_up: int64 [R], true tokens of a lookup; counts: positions of each text."""
 
     tree: Tree
     scores: np.ndarray
@@ -49,8 +48,7 @@ class Recording:
 
     def accepted_per_round(self, accepted: np.ndarray) -> float:
         """Mean over the rounds of decoding these texts with a draft that accepts `accepted` int64
-        [R] tokens at each position: a round goes on behind its bonus token.
-        """
+        [R] tokens at each position: a round goes on behind its bonus token."""
         values, total, rounds, first = accepted.tolist(), 0, 0, 0
         for count in self.counts:
             at = first
@@ -63,11 +61,10 @@ class Recording:
 def record(
     decoder: Decoder, prompts: list[list[int]], budget: int, sampling: SamplingConfig
 ) -> Recording:
-    """Decode plainly, with a dynamic tree grown at every position, eyes on every candidate. An
+    """Decode plainly, with a dynamic tree grown at every position and every candidate kept. An
     answer that ended goes no further, as in real decoding: what models say behind their stop token
     repeats itself. One that is broken off after `budget` tokens goes on so far that the last
-    position sees what follows it.
-    """
+    position sees what follows it."""
     tree = decoder.tree
     beyond = max(tree.levels, LOOKED_AHEAD)
     rows, counts, pick = [], [], decoder.picks.set(sampling)
@@ -114,14 +111,13 @@ def true_path(tree: Tree, tokens: np.ndarray, parents: np.ndarray, ahead: list[i
     """Flat index of the candidate that is true at each depth, -1 from the first miss on."""
     path, parent = [], -1
     for level, token in enumerate(ahead, start=1):
-        start = tree.block(level)
-        block = slice(start, start + (tree.top_k if level == 1 else tree.beam * tree.top_k))
+        block = slice(tree.block(level), tree.block(level + 1))
         found = np.flatnonzero((tokens[block] == token) & (parents[block] == parent))
         if not len(found):
-            return path + [-1] * (len(ahead) - len(path))
-        parent = start + int(found[0])
+            break
+        parent = block.start + int(found[0])
         path.append(parent)
-    return path
+    return path + [-1] * (len(ahead) - len(path))
 
 
 def looked_up(text: list[int], root: int, ahead: list[int]) -> int:
@@ -133,41 +129,29 @@ def looked_up(text: list[int], root: int, ahead: list[int]) -> int:
 
 def paths_accepted(recording: Recording, paths: Iterable[Iterable[int]]) -> np.ndarray:
     """int64 [R]: accepted nodes of a static tree, given by its rank paths, in every round."""
-    kept = {tuple(path) for path in paths}
-    return np.array([accepted_depth(ranks, kept) for ranks in recording.ranks.tolist()])
-
-
-def accepted_depth(ranks: list[int], kept: set[tuple[int, ...]]) -> int:
-    """How far the true path stays inside the tree."""
-    depth = 0
-    while depth < len(ranks) and tuple(ranks[: depth + 1]) in kept:
-        depth += 1
-    return depth
+    kept, levels = {tuple(path) for path in paths}, range(1, recording.tree.levels + 1)
+    ranks = recording.ranks.tolist()
+    found = [[tuple(row[:depth]) in kept for depth in levels] for row in ranks]
+    return np.array(found).cumprod(1).sum(1)
 
 
 def dynamic_accepted(
     recording: Recording, top_k: int, levels: int, nodes: Iterable[int]
 ) -> dict[int, np.ndarray]:
     """int64 [R] for each of several sizes: accepted nodes of a dynamic tree in every round, by
-    selecting again from what was recorded.
-    """
+    selecting again from what was recorded."""
     tree, scores = recording.tree, recording.scores
-    count = scores.shape[0]
     rank = np.arange(scores.shape[1]) % tree.top_k
-    allowed = np.zeros(scores.shape, dtype=bool)
-    beam = np.zeros(scores.shape, dtype=bool)
+    allowed, beam = (np.zeros(scores.shape, dtype=bool) for _ in range(2))
     for level in range(1, levels + 1):
-        start = tree.block(level)
-        block = np.arange(start, start + (tree.top_k if level == 1 else tree.beam * tree.top_k))
-        grown = np.broadcast_to(rank[block] < top_k, (count, len(block)))
+        block = slice(tree.block(level), tree.block(level + 1))
+        grown = np.broadcast_to(rank < top_k, scores.shape)[:, block]
         if level > 1:
             grown = grown & np.take_along_axis(beam, recording.parents[:, block], 1)
         allowed[:, block] = grown
-        best = np.argsort(np.where(grown, -scores[:, block], np.inf), axis=1, kind="stable")[
-            :, :top_k
-        ]
+        best = np.argsort(np.where(grown, -scores[:, block], np.inf), axis=1, kind="stable")
         expanded = np.zeros_like(grown)
-        np.put_along_axis(expanded, best, True, 1)
+        np.put_along_axis(expanded, best[:, :top_k], True, 1)
         beam[:, block] = expanded & grown
     order = np.argsort(np.where(allowed, -scores, np.inf), axis=1, kind="stable")
     place = np.argsort(order, axis=1)  # of every candidate in the order of selection
@@ -179,16 +163,14 @@ def dynamic_accepted(
 
 
 def likely_paths(recording: Recording, nodes: int, levels: int) -> list[list[int]]:
-    """The `nodes - 1` rank paths that are most often true, by the measured share of each rank at
-    each depth.
-    """
+    """The `nodes - 1` rank paths that are most often true, by the share of each rank at a depth."""
     ranks = recording.ranks
     share = []
     for depth in range(levels):
         reached = ranks[:, depth][(ranks[:, :depth] >= 0).all(1)]
         counts = np.bincount(reached[reached >= 0], minlength=recording.tree.top_k)
         share.append(counts / max(len(reached), 1))
-    ready = [((rank,), float(share[0][rank])) for rank in range(recording.tree.top_k)]
+    ready = [((rank,), chance) for rank, chance in enumerate(share[0].tolist())]
     chosen: list[list[int]] = []
     while ready and len(chosen) < nodes - 1:
         ready.sort(key=lambda item: (-item[1], item[0]))
@@ -197,19 +179,6 @@ def likely_paths(recording: Recording, nodes: int, levels: int) -> list[list[int
             break
         chosen.append(list(path))
         if len(path) < levels:
-            following = share[len(path)]
-            ready += [
-                ((*path, rank), value * float(following[rank])) for rank in range(len(following))
-            ]
+            following = enumerate(share[len(path)].tolist())
+            ready += [((*path, rank), value * chance) for rank, chance in following]
     return chosen
-
-
-def depth_and_rank(recording: Recording) -> list[list[float]]:
-    """[L][K]: share of all rounds in which the true path reached this depth by a child of this
-    rank.
-    """
-    ranks, width = recording.ranks, recording.tree.top_k
-    return [
-        (np.bincount(column[column >= 0], minlength=width) / max(len(column), 1)).round(4).tolist()
-        for column in ranks.T
-    ]

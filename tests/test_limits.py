@@ -21,7 +21,10 @@ from talon.graphs import remove_broken_libraries
 from talon.writing import write_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
-COMMANDS = ("generate", "convert_hf_checkpoint", "quantize", "train_draft", "benchmark")
+COMMANDS = [
+    ["generate.py"], ["convert_hf_checkpoint.py"], ["quantize.py"], ["train_draft.py"],
+    ["benchmark.py"], ["-m", "talon.serving"],
+]  # fmt: skip
 LARGE = ModelConfig(10**6, 512, 1, 4, 4, 128, 512, 1e-5, 1024)  # an embedding of 2 GB
 
 
@@ -87,9 +90,9 @@ def check_out_of_memory(done: subprocess.CompletedProcess) -> None:
     assert lines[0].startswith("error: out of memory (") and "ulimit -v" in lines[0]
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 def test_a_limit_too_small_for_torch_is_one_line(command):
-    check_out_of_memory(limited(0.3, f"{command}.py", "--help"))
+    check_out_of_memory(limited(0.3, *command, "--help"))
 
 
 @pytest.mark.slow
@@ -120,10 +123,10 @@ def test_a_checkpoint_is_mapped_into_memory_once(tiny):
     assert len([line for line in maps if line.endswith(str(checkpoint.path))]) == 1
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 def test_ctrl_c_while_a_command_imports_torch_ends_it_quietly(command):
     program = subprocess.Popen(
-        [sys.executable, f"{command}.py", "--help"], cwd=ROOT,
+        [sys.executable, *command, "--help"], cwd=ROOT,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
     maps = Path(f"/proc/{program.pid}/maps")

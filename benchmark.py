@@ -1,17 +1,16 @@
 """How fast is this here, against what one would use instead, and what bounds it?
 
-    python benchmark.py --checkpoint_path F --draft_checkpoint_path D --out results/
+    python benchmark.py --checkpoint_path F --draft_checkpoint_path D --out docs
     python benchmark.py --roofline rtx3090
 
 Every method decodes the same prompts with the same budget and stop ids, in one process, in turns:
 all methods on a prompt, then the next prompt, then the next repetition; on a CPU, methods of the
-same target in step, round by round. A method's speed is tokens over seconds, both summed over the
-prompts; of a prompt's repetitions the median counts, and the spread is that of whole repetitions.
-Tokens of the first forward count as time to first token, not as decoding.
+same target round by round. A method's speed is tokens over seconds, both summed over the prompts;
+of a prompt's repetitions the median counts, and the spread is that of whole repetitions. Tokens of
+the first forward count as time to first token, not as decoding.
 
-Leaves out: what is compared (methods.py, peers.py), the physics (roofline.py), the plots
-(plots.py), the check of a GPU (gpu_check.py).
-"""
+Leaves out: what is compared (talon/measuring/methods.py), tables and plots (report.py), the physics
+(roofline.py), choosing a tree (talon/tuning), the check of a GPU (scripts/gpu_check.py)."""
 
 import itertools
 import json
@@ -21,52 +20,34 @@ from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from statistics import median
 
 import torch
 
-from model import ModelConfig
-from talon.cli import DEMO, Parser, check_output, note, run
-from talon.decoder import Decoder, in_step
-from talon.loading import DTYPES, device_name, find_tokenizer, fit_context, pick_device, read_kind
+from talon.checking import compare_ids
+from talon.cli import DEMO, Parser, note, run
+from talon.decoder import Decoder
+from talon.loading import DTYPES, Files, device_name, fit_context, open_files, pick_device
 from talon.measuring.methods import (
-    NAMES,
+    PEERS,
     TREES,
-    Loaded,
-    Run,
+    Decoded,
+    Peer,
     TalonMethod,
+    Target,
+    Task,
     load_all,
-    missing,
-    open_peer,
     open_peers,
     our_methods,
+    peer_names,
 )
-from talon.measuring.report import (
-    Cell,
-    compare_ids,
-    complete,
-    curve_table,
-    find_section,
-    heading,
-    readme_section,
-    summarize,
-    table,
-    update_readme,
-    versions,
-    write_reports,
-)
-from talon.measuring.roofline import (
-    bound,
-    linear_parameters,
-    machine_rates,
-    mode_rate,
-    pick_card,
-    predict,
-    roofline_table,
-)
+from talon.measuring.report import Cell, complete, page, summarize, versions, write_reports
+from talon.measuring.roofline import CARDS, STREAM, predict, readers, roofline_table
 from talon.prompts import BUILT_IN, encode_question, made_up_prompts, read_questions, spread
 from talon.records import bytes_per_round, project_commit
 from talon.sampling import SamplingConfig
-from talon.tuning.costs import head_costs, row_costs
+from talon.tuning.choice import forget_choices
+from talon.tuning.costs import head_costs, take_turns, target_pass, times
 
 ROWS = (1, 2, 4, 8, 16, 24, 26, 32, 48, 64)
 
@@ -77,118 +58,110 @@ BEAMS = (1, 4, 8, 10)
 
 
 def measure(
-    methods: list,
+    methods: list[TalonMethod | Peer],
     prompts: list[list[int]],
     args: Namespace,
     stop_ids: frozenset[int],
-    log: Path | None,
 ) -> Iterator[Cell]:
-    """All cells, in turns. Every finished cell is on disk before the next turn begins."""
-    for method in methods:  # compile, and touch every page once
-        for temperature in args.temperature:
-            note(f"warming up {method.name} at temperature {temperature:g} ...")
-            sampling = SamplingConfig(temperature, seed=args.seed)
-            if isinstance(method, TalonMethod):  # the rounds of a fallback too
-                method.decoders[temperature].warm_up(sampling.kind)
-            run_in_turns([method], prompts[0], sampling, min(8, args.max_new_tokens), stop_ids)
-    for repeat in range(args.repeats):
-        for number, ids in enumerate(prompts):
-            turn = (number + repeat) % len(methods)
-            groups: dict[str, list] = {}
-            for method in methods[turn:] + methods[:turn]:
-                groups.setdefault(getattr(method, "group", method.name), []).append(method)
-            for temperature, group in itertools.product(args.temperature, groups.values()):
-                sampling = SamplingConfig(temperature, seed=args.seed + number)
-                runs = run_in_turns(group, ids, sampling, args.max_new_tokens, stop_ids)
-                for method, run_ in zip(group, runs, strict=True):
-                    cell = Cell(method.name, temperature, repeat, number, run_)
-                    if log is not None:
-                        with log.open("a", encoding="utf-8") as file:
-                            file.write(json.dumps(asdict(cell)) + "\n")
-                    yield cell
-        note(f"repetition {repeat + 1} of {args.repeats} done")
+    """All cells, in turns."""
+    on_gpu = pick_device(args.device).type == "cuda"
+    for method, temperature in itertools.product(methods, args.temperature):
+        note(f"warming up {method.name} at temperature {temperature:g} ...")
+        budget, sampling = min(8, args.max_new_tokens), SamplingConfig(temperature, seed=args.seed)
+        measure_prompt([method], Task(prompts[0], sampling, budget, stop_ids), on_gpu)
+    for repeat, (number, ids) in itertools.product(range(args.repeats), enumerate(prompts)):
+        turn = (number + repeat) % len(methods)
+        groups: dict[str, list[TalonMethod | Peer]] = {}
+        for method in methods[turn:] + methods[:turn]:
+            groups.setdefault(method.target, []).append(method)
+        for temperature, group in itertools.product(args.temperature, groups.values()):
+            sampling = SamplingConfig(temperature, seed=args.seed + number)
+            task = Task(ids, sampling, args.max_new_tokens, stop_ids)
+            for method, decoded in zip(group, measure_prompt(group, task, on_gpu), strict=True):
+                yield Cell(method.name, temperature, repeat, number, decoded)
+        if number == len(prompts) - 1:
+            note(f"repetition {repeat + 1} of {args.repeats} done")
 
 
-def run_in_turns(
-    group: list, ids: list[int], sampling: SamplingConfig, budget: int, stop_ids: frozenset[int]
-) -> list[Run]:
-    """A peer alone, or our methods of one target. On a CPU, whose speed varies from second to
-    second, these go through the text in step; on a GPU, where a round is queued while the one
-    before runs, one after another. Different targets never go in step: each would find the caches
-    full of other weights.
-    """
-    if not isinstance(group[0], TalonMethod):
-        return [peer.run(ids, sampling, budget, stop_ids) for peer in group]
-    if len(group) > 1 and group[0].decoders[sampling.temperature].device.type == "cuda":
-        return [run_in_turns([one], ids, sampling, budget, stop_ids)[0] for one in group]
-    texts = [method.start(ids, sampling, budget, stop_ids) for method in group]
-    for _ in in_step(texts):
+def measure_prompt(group: list[TalonMethod | Peer], task: Task, on_gpu: bool) -> list[Decoded]:
+    """The methods of one target on one prompt. Different targets never take turns by rounds: each
+    would find the caches full of other weights."""
+    texts = [method.start(task) for method in group]
+    for _ in take_turns(texts, on_gpu):
         pass
-    return [method.finish(text) for method, text in zip(group, texts, strict=True)]
+    return [text.result() for text in texts]
 
 
 def results(
-    methods: list, cells: list[Cell], prompts: list[list[int]], args: Namespace
+    methods: list[TalonMethod | Peer], cells: list[Cell], prompts: list[list[int]], args: Namespace
 ) -> list[dict]:
     """The summary of every method at every temperature, in the order of the methods."""
-    kept, rows = complete(cells, methods), []
-    plain = {m.group: m for m in methods if isinstance(m, TalonMethod) and m.is_plain}
-    for temperature in args.temperature:
-        for method in methods:
-            group = getattr(method, "group", next(iter(plain)))
-            of = [c for c in kept if c.temperature == temperature]
-            mine = [c for c in of if c.method == method.name]
-            base = [c for c in of if c.method == plain[group].name]
-            if not mine:
-                continue
-            row = summarize(method, mine, base)
-            ours = isinstance(method, TalonMethod)
-            if (ours or temperature == 0) and method is not plain[group]:
-                row["ids"] = compare_ids(
-                    mine, base, plain[group].decoders[temperature], prompts, args.seed
-                )
-            rows.append(row)
+    kept, rows = complete(cells, len(methods)), []
+    plain = {method.target: method for method in methods if method.plain}
+    for temperature, method in itertools.product(args.temperature, methods):
+        base = plain.get(method.target, methods[0])
+        of = [cell for cell in kept if cell.temperature == temperature]
+        mine = [cell for cell in of if cell.method == method.name]
+        others = [cell for cell in of if cell.method == base.name]
+        if mine:
+            rows.append(summarize(method, mine, others))
+            if method is not base and (temperature == 0 or not method.own_sampler):
+                decoder = base.decoders[temperature]
+                rows[-1]["ids"] = compare_all(mine, others, decoder, prompts, args.seed)
     return rows
+
+
+def compare_all(
+    cells: list[Cell], plain: list[Cell], decoder: Decoder, prompts: list[list[int]], seed: int
+) -> dict:
+    """On how many prompts a method's ids are those of plain decoding, and the first difference."""
+    wanted = {cell.prompt: cell.run.tokens for cell in plain if cell.repeat == 0}
+    mine = {cell.prompt: cell.run.tokens for cell in cells if cell.repeat == 0}
+    differing = [number for number in sorted(mine) if mine[number] != wanted[number]]
+    found = {"prompts": len(mine), "identical": len(mine) - len(differing)}
+    if not differing:
+        return found | {"first_prompt": None, "first_difference": None, "gap": None}
+    number = differing[0]
+    sampling = SamplingConfig(cells[0].temperature, seed=seed + number)
+    first = compare_ids(decoder, prompts[number], mine[number], wanted[number], sampling)
+    place = {"first_difference": first["first_difference"], "gap": first["gap"]}
+    return found | {"first_prompt": number} | place
 
 
 # ---------------------------------------------------------------- the row-cost curve
 
 
-def cost_curves(args: Namespace, loaded: list[Loaded], context: int, machine: dict) -> list[dict]:
-    """Milliseconds of a target forward by rows and of a draft level by width, with what the machine
-    allows at best.
-    """
-    decoders = [Decoder(target.model, context, compile=args.compile) for target in loaded]
-    committed = min(256, context // 2)
+def cost_curves(args: Namespace, targets: list[Target], context: int) -> dict:
+    """Milliseconds of a target forward by rows and of a draft level by width, and what reading the
+    same bytes takes, all of them in turns."""
     note("measuring what rows cost ...")
+    decoders = [Decoder(target.model, context, compile=args.compile) for target in targets]
+    committed, device = min(256, context // 2), decoders[0].device
+    size = STREAM[device.type]
+    reads = readers(device, size)
+    calls = {
+        (index, count): target_pass(decoder, count, committed)
+        for (index, decoder), count in itertools.product(enumerate(decoders), ROWS)
+    }
+    taken = times(calls | reads, device)
+    rate = size / min(min(taken[name]) for name in reads)
     curves = []
-    for target, decoder, rows in zip(
-        loaded, decoders, row_costs(decoders, ROWS, committed), strict=True
-    ):
-        moved = bytes_per_round(decoder, committed)
-        operations = 2 * linear_parameters(target.model.config)
-        rate = mode_rate(target.precision.split("/")[0], decoder.device, machine)
-        best = {
-            n: bound(moved, operations * n, machine["copy_bytes_per_s"], rate) * 1e3 for n in rows
+    for index, (target, decoder) in enumerate(zip(targets, decoders, strict=True)):
+        heads, moved = {}, bytes_per_round(decoder, committed)
+        for head in target.heads:
+            beams = [beam for beam in BEAMS if beam <= head.module.config.draft_vocab_size]
+            costs = head_costs(decoder, head.module, beams, committed, args.compile)
+            heads[head.name] = {beam: s * 1e3 for beam, s in costs.level.items()}
+        curve = {
+            "target": target.name,
+            "committed": committed,
+            "rows_ms": {count: median(taken[index, count]) * 1e3 for count in ROWS},
+            "bytes": moved,
+            "reading_ms": moved / rate * 1e3,
+            "head_level_ms": heads,
         }
-        heads = {}
-        for name, head in target.heads.items():
-            beams = [beam for beam in BEAMS if beam <= head.config.draft_vocab_size]
-            heads[name] = {
-                b: s * 1e3
-                for b, s in head_costs(decoder, head, beams, committed, args.compile).level.items()
-            }
-        curves.append(
-            {
-                "target": target.name,
-                "committed": committed,
-                "rows_ms": {n: s * 1e3 for n, s in rows.items()},
-                "bound_ms": best,
-                "bytes": moved,
-                "head_level_ms": heads,
-            }
-        )
-    return curves
+        curves.append(curve)
+    return {"row_costs": curves, "read_bytes_per_s": rate}
 
 
 # ---------------------------------------------------------------- the command line
@@ -203,11 +176,12 @@ def parse_args(argv: list[str] | None) -> Namespace:
     add("--draft_checkpoint_path", type=Path, action="append", help="head file; may be repeated")
     add("--tree", action="append", help=f"tree of every head; may be repeated ({', '.join(TREES)})")
     add("--lookup", type=int, default=5, help="tokens that prompt lookup guesses; 0 leaves it out")
-    add("--peers", default="auto", help=f"auto, none or some of {', '.join(NAMES)}, with commas")
-    add("--gguf", type=Path, help="file for llama.cpp (default: the one beside the checkpoint)")
+    add("--peers", default="auto", help=f"auto, none or some of {', '.join(PEERS)}, with commas")
+    add("--gguf", type=Path, help="file for llama.cpp (default: the one next to the checkpoint)")
     add("--questions", type=Path, default=BUILT_IN, help="FastChat-style question.jsonl")
     add("--num_prompts", type=int, default=32, help="prompts to use, from all categories in turn")
-    add("--bad_questions", default="refuse", help="what to do about unusable lines: refuse or skip")
+    bad = "what to do about unusable lines"
+    add("--bad_questions", default="refuse", choices=["refuse", "skip"], help=bad)
     add("--max_new_tokens", type=int, default=128, help="tokens to generate at most per prompt")
     add("--ignore_eos", action="store_true", help="go on past the model's stop tokens")
     add("--repeats", type=int, default=3, help="repetitions of everything")
@@ -222,9 +196,13 @@ def parse_args(argv: list[str] | None) -> Namespace:
     add("--no_row_costs", dest="row_costs", action="store_false", help="no row-cost curve")
     add("--retune", action="store_true", help="let --tree auto measure again")
     add("--out", type=Path, help="directory for results.json, results.md, cells.jsonl and plots")
-    add("--readme", type=Path, help="Markdown file whose marked section is to show the results")
-    add("--roofline", metavar="CARD", help="print predictions for a card (rtx3090) and stop")
-    return parser.parse_args(argv)
+    add("--roofline", choices=list(CARDS), help="print predictions for this card and stop")
+    args = parser.parse_args(argv)
+    # Defaults of what may be repeated: argparse would append to them.
+    args.checkpoint_path = args.checkpoint_path or [DEMO]
+    args.draft_checkpoint_path = args.draft_checkpoint_path or []
+    args.temperature = args.temperature or [0.0, 1.0]
+    return args
 
 
 def check_args(args: Namespace) -> None:
@@ -237,12 +215,9 @@ def check_args(args: Namespace) -> None:
         raise ValueError(f"threads {args.threads} is not allowed: give 1 to {cores}, or none")
     if args.lookup > 64:
         raise ValueError(f"lookup {args.lookup} is not allowed: give 1 to 64 tokens, or 0")
-    for paths in (args.checkpoint_path or [], args.draft_checkpoint_path or []):
+    for paths in (args.checkpoint_path, args.draft_checkpoint_path):
         if len({path.resolve() for path in paths}) < len(paths):
             raise ValueError(f"{paths[-1]} or another file is given twice: give each one once")
-    if args.bad_questions not in ("refuse", "skip"):
-        raise ValueError(f"bad_questions {args.bad_questions!r} is not known: give refuse or skip")
-    args.temperature = args.temperature or [0.0, 1.0]
     for temperature in args.temperature:
         for seed in (args.seed, args.seed + args.num_prompts - 1):
             SamplingConfig(temperature, seed=seed)
@@ -250,9 +225,6 @@ def check_args(args: Namespace) -> None:
         raise ValueError("--no_decoding and --no_row_costs leave nothing to measure: give one")
     if not args.decoding and args.tree:
         raise ValueError("--no_decoding runs no tree: leave out --tree")
-    if args.readme is not None:  # refuse before measuring
-        find_section(args.readme)
-        check_output("--readme", args.readme.resolve(), [])
     if args.out is not None and args.out.exists() and not args.out.is_dir():
         raise ValueError(f"--out {args.out} is a file: give the name of a directory")
     if args.gguf is not None and not args.gguf.is_file():
@@ -261,153 +233,127 @@ def check_args(args: Namespace) -> None:
         raise ValueError("--retune measures for --tree auto: give that too")
     if args.tree and not args.draft_checkpoint_path:
         raise ValueError("--tree needs a head: give --draft_checkpoint_path")
+    if args.decoding:
+        peer_names(args.peers)
 
 
-def read_prompts(args: Namespace) -> tuple[list[list[int]], list[str]]:
-    """The prompts as ids, and what was skipped. A bad line is refused or skipped, as
-    --bad_questions says.
-    """
-    path = (args.checkpoint_path or [DEMO])[0]
-    config = ModelConfig.from_dict(read_kind(path, "target").config)
-    tokenizer = find_tokenizer(path.parent, config)
-    limit = fit_context(args.max_seq_length, config, 10**9) - args.max_new_tokens
-    if tokenizer is None and args.questions == BUILT_IN:
-        note("note: no tokenizer beside the checkpoint: made-up ids stand in for the prompts")
+def read_prompts(args: Namespace, files: Files) -> tuple[list[list[int]], list[str]]:
+    """The prompts as ids, and what was left out. A bad line of a file of the user's is refused or
+    skipped, as --bad_questions says; a prompt of our own is only too long for a small context."""
+    own, config, tokenizer = args.questions == BUILT_IN, files.config, files.tokenizer
+    context = fit_context(args.max_seq_length, config, 10**9)
+    limit = context - args.max_new_tokens
+    if tokenizer is None and own:
+        note("note: no tokenizer next to the checkpoint: made-up ids stand in for the prompts")
         return made_up_prompts(config.vocab_size, args.num_prompts, max(limit, 1)), []
     if tokenizer is None:
         raise ValueError(
-            f"--questions needs a tokenizer beside {path}: copy tokenizer.json or "
-            "tokenizer.model there"
+            f"--questions needs a tokenizer next to {args.checkpoint_path[0]}: copy tokenizer.json "
+            "or tokenizer.model there"
         )
     questions, problems = read_questions(args.questions)
     prompts = []
     for question in spread(questions, args.num_prompts):
         ids = encode_question(question, tokenizer)
-        if len(ids) > limit:
+        if len(ids) <= limit:
+            prompts.append(ids)
+        else:
             problems.append(
                 f"{args.questions}, line {question.line}: {len(ids)} tokens and "
-                f"{args.max_new_tokens} new ones do not "
-                f"fit into the context of {limit + args.max_new_tokens}"
+                f"{args.max_new_tokens} new ones do not fit into the context of {context}"
             )
-        else:
-            prompts.append(ids)
     for problem in problems:
-        if args.bad_questions == "refuse":
+        if args.bad_questions == "refuse" and not own:
             raise ValueError(f"{problem}: repair the line or give --bad_questions skip")
         note(f"skipped: {problem}")
     if not prompts:
-        raise ValueError(f"{args.questions}: no usable question is left")
+        advice = "lower --max_new_tokens or raise --max_seq_length" if own else "repair a line"
+        raise ValueError(f"{args.questions}: no usable question is left: {advice}")
     return prompts, problems
-
-
-def wanted_peers(args: Namespace) -> list[str]:
-    if args.peers == "none":
-        return []
-    if args.peers == "auto":
-        return list(NAMES)
-    names = list(dict.fromkeys(args.peers.split(",")))
-    for name in names:
-        reason = missing(name)
-        if reason:
-            raise ValueError(reason)
-    return names
 
 
 def compare(args: Namespace, argv: list[str]) -> int:
     """The side-by-side measurement. Returns the exit code."""
-    names = wanted_peers(args) if args.decoding else []
-    prompts, skipped = read_prompts(args) if args.decoding else ([], [])
-    loaded = load_all(args)
-    device, model = pick_device(args.device), loaded[0].model
+    opened = [open_files(path) for path in args.checkpoint_path]
+    config = opened[0].config
+    prompts, skipped = read_prompts(args, opened[0]) if args.decoding else ([], [])
+    targets = load_all(args, opened)
     need = max(map(len, prompts)) + args.max_new_tokens + 1 if prompts else 256
-    context = fit_context(
-        args.max_seq_length or min(need, model.config.max_seq_length), model.config
-    )
-    stop_ids = frozenset() if args.ignore_eos else frozenset(model.config.eos_ids)
-    machine = machine_rates(device, model.norm.weight.dtype)
-    methods: list = list(our_methods(args, loaded, context)) if args.decoding else []
-    threads = torch.get_num_threads()
-    shared: dict = {}
-    methods += open_peers(
-        names,
-        lambda name: open_peer(name, loaded[0].path, args.gguf, context, threads, shared),
-        note,
-        args.peers != "auto",
-    )
-    cells, interrupted, curves = [], False, []
-    if args.out is not None:  # only now: until here anything may still be refused
-        args.out.mkdir(parents=True, exist_ok=True)
-        (args.out / "cells.jsonl").write_text("", encoding="utf-8")
-    try:
-        log = args.out / "cells.jsonl" if args.out else None
-        for cell in measure(methods, prompts, args, stop_ids, log) if args.decoding else ():
-            cells.append(cell)
-        if args.row_costs:
-            curves = cost_curves(args, loaded, context, machine)
-    except KeyboardInterrupt:
-        interrupted = True
-        note("interrupted: reporting what was measured")
-    questions = {
-        "file": args.questions.name,
+    context = fit_context(args.max_seq_length or min(need, config.max_seq_length), config)
+    stop_ids = frozenset() if args.ignore_eos else frozenset(config.eos_ids)
+    methods: list[TalonMethod | Peer] = []
+    if args.decoding:
+        for path in args.checkpoint_path if args.retune else ():
+            forget_choices(path)
+        methods += our_methods(args, targets, context)
+        methods += open_peers(args, targets[0], context)
+    report = conditions(args, argv)
+    report["prompts"] |= {
         "count": len(prompts),
         "tokens": sum(map(len, prompts)),
         "skipped": skipped,
     }
-    measured = {"methods": results(methods, cells, prompts, args), "row_costs": curves}
-    finish(args, conditions(args, argv, device, machine, questions, interrupted) | measured)
-    return 130 if interrupted else 0
+    if args.out is not None:  # only now: until here anything may still be refused
+        args.out.mkdir(parents=True, exist_ok=True)
+        (args.out / "cells.jsonl").write_text("", encoding="utf-8")
+    cells: list[Cell] = []
+    try:
+        for cell in measure(methods, prompts, args, stop_ids) if args.decoding else ():
+            cells.append(cell)
+            write_cell(cell, args.out)
+        if args.row_costs:
+            report |= cost_curves(args, targets, context)
+    except KeyboardInterrupt:
+        report["interrupted"] = True
+        note("interrupted: reporting what was measured")
+    report["methods"] = results(methods, cells, prompts, args)
+    finish(args, report)
+    return 130 if report["interrupted"] else 0
 
 
-def conditions(
-    args: Namespace,
-    argv: list[str],
-    device: torch.device,
-    machine: dict,
-    questions: dict,
-    interrupted: bool,
-) -> dict:
+def write_cell(cell: Cell, out: Path | None) -> None:
+    """On disk, before the next measurement begins."""
+    if out is not None:
+        with (out / "cells.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(asdict(cell)) + "\n")
+
+
+def conditions(args: Namespace, argv: list[str]) -> dict:
     """Everything about a run but its results: without it they mean nothing."""
     return {
         "argv": argv,
-        "device": device_name(device),
+        "device": device_name(pick_device(args.device)),
         "threads": torch.get_num_threads(),
         "versions": versions(),
         "commit": project_commit(),
-        "machine": machine,
-        "interrupted": interrupted,
-        "prompts": questions,
+        "interrupted": False,
+        "prompts": {"file": args.questions.name},
         "max_new_tokens": args.max_new_tokens,
         "repeats": args.repeats,
         "ignore_eos": args.ignore_eos,
+        "methods": [],
+        "row_costs": [],
     }
 
 
 def finish(args: Namespace, report: dict) -> None:
     """The table for people, then one line for machines, then the files."""
-    print(f"{heading(report)}\n\n{table(report['methods'])}\n")
-    print(curve_table(report["row_costs"]))
-    print(json.dumps(report), flush=True)
+    print(f"{page(report)}\n\n{json.dumps(report)}", flush=True)
     if args.out is not None:
         write_reports(args.out, report)
-    if args.readme is not None and not report["interrupted"]:
-        update_readme(args.readme, readme_section(report))
 
 
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     check_args(args)
-    argv = argv if argv is not None else sys.argv[1:]
     if args.threads:
         torch.set_num_threads(args.threads)
-    if args.roofline is not None:
-        card = pick_card(args.roofline)
-        print(
-            roofline_table(card),
-            json.dumps({"card": asdict(card), "predictions": predict(card)}),
-            sep="\n\n",
-        )
-        return 0
-    return compare(args, argv)
+    if args.roofline is None:
+        return compare(args, argv if argv is not None else sys.argv[1:])
+    card = CARDS[args.roofline]
+    found = {"card": asdict(card), "predictions": predict(card)}
+    print(roofline_table(card), json.dumps(found), sep="\n\n")
+    return 0
 
 
 if __name__ == "__main__":

@@ -1,38 +1,40 @@
-"""The draft head (EAGLE-1 and EAGLE-3 in one class) and the trees it can grow.
+"""The draft head (EAGLE-1 and EAGLE-3 in one class), and what a round computes: draft, select,
+verify, accept, catch up, as functions of tensors.
 
 Two axes, not three copies: the head (eagle1 | eagle3) and the tree (none | chain | static |
-dynamic). EAGLE-2 is the EAGLE-1 head with the dynamic tree. Leaves out: verification, acceptance
-and the loop (engine.py).
+dynamic). EAGLE-2 is the EAGLE-1 head with the dynamic tree. Leaves out: what trees there are
+(talon/trees.py), how a token is chosen (talon/sampling.py), and the loop (talon/decoder.py).
 
-A head entry at position i is the pair (feature of token i, token i+1). Its cache keeps only entries
-made of true target features; nodes of the tree being grown sit behind them and are overwritten by
-the next round."""
+A head's entry at position i is the pair (feature of token i, token i+1). Its cache keeps only
+entries made of true target features; nodes of the tree being grown sit behind them and are
+overwritten by the next round."""
 
 from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model import (
+    At,
     Attention,
     FeedForward,
     KVCache,
+    Place,
     RMSNorm,
     RopeScaling,
-    Transformer,
     causal_mask,
     tree_mask,
 )
-from talon.sampling import SamplingState, choose, guess
 
 
 @dataclass(frozen=True)
 class DraftConfig:
     """Everything a head's forward depends on, as its checkpoint states it.
 
-    EAGLE-1 heads (arXiv 2401.15077) also serve EAGLE-2 (2406.16858); EAGLE-3 is arXiv 2503.01840.
-    """
+    EAGLE-1 heads (arXiv 2401.15077) also serve EAGLE-2 (2406.16858); EAGLE-3 is arXiv
+    2503.01840."""
 
     family: str  # "eagle1" | "eagle3"
     dim: int
@@ -48,19 +50,18 @@ class DraftConfig:
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None
     rope_source: str = "default 10000"  # where rope_theta was found, for the head card
-    # Layers whose residual INPUT is the feature (HF hidden_states numbering); None: the default of
-    # the target's depth.
+    # Layers whose residual INPUT is the feature, in the numbering of Hugging Face's hidden_states;
+    # None: the default of the target's depth.
     feature_layers: tuple[int, ...] | None = None
     fc_bias: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
-    norm_before_residual: bool = False  # eagle3: the residual is the normed hidden, not the raw one
-    norm_before_fc: bool = (
-        False  # eagle3: one RMSNorm over the concatenated features (tensor input_norm)
-    )
-    fc_norm: bool = False  # eagle3: one RMSNorm per feature level (tensors fc_norm.i)
-    norm_output: bool = False  # eagle3: the hidden fed to the next level is the normed one
+    # Variants of EAGLE-3 heads:
+    norm_before_residual: bool = False  # the residual is the normed hidden state, not the raw one
+    norm_before_fc: bool = False  # one RMSNorm over the joined features (tensor input_norm)
+    fc_norm: bool = False  # one RMSNorm per feature (tensors fc_norm.i)
+    norm_output: bool = False  # the hidden state fed to the next level is the normed one
     own_embedding: bool = False
     own_output: bool = True  # eagle1 borrows the target's lm_head
     source_format: str = "eagle"
@@ -76,37 +77,29 @@ class DraftConfig:
 
 
 def default_feature_layers(n_layer: int) -> tuple[int, ...]:
-    """Layers whose residual input EAGLE-3 reads unless its checkpoint names others (HF
-    hidden_states numbering).
-
-    The published rule is (2, n/2, n-3); a target of fewer than 7 layers cannot give three different
-    ones."""
+    """Layers whose residual input EAGLE-3 reads unless its checkpoint names others: the published
+    rule is (2, n/2, n-3), which takes a target of 7 layers."""
     layers = (2, n_layer // 2, n_layer - 3)
     if not layers[0] < layers[1] < layers[2]:
         raise ValueError(
-            f"a target of {n_layer} layers has no default EAGLE-3 features (2, n/2, n-3 must "
-            "differ): "
-            "use a head whose config names its layers"
+            f"a target of {n_layer} layers has no default EAGLE-3 features (2, n/2 and n-3 must "
+            "differ): use a head whose config names its layers"
         )
     return layers
 
 
 class DraftLayer(nn.Module):
-    """The one decoder layer. EAGLE-1: no norm before attention. EAGLE-3: attention reads
-    [embedding, hidden].
-    """
+    """The one decoder layer. EAGLE-1: no norm before attention. EAGLE-3: attention reads the
+    normed embedding and the normed hidden state, joined."""
 
     def __init__(self, config: DraftConfig) -> None:
         super().__init__()
-        c = config
-        wide = c.family == "eagle3"
-        self.attention = Attention(
-            c.dim * (1 + wide), c.dim, c.n_head, c.n_kv_head, c.head_dim, c.qkv_bias, c.o_bias
-        )
-        self.feed_forward = FeedForward(c.dim, c.intermediate_size, c.mlp_bias)
+        c, eagle3 = config, config.family == "eagle3"
+        self.attention = Attention(c, 2 * c.dim if eagle3 else c.dim)
+        self.feed_forward = FeedForward(c)
         self.ffn_norm = RMSNorm(c.dim, c.norm_eps)
-        self.embed_norm = RMSNorm(c.dim, c.norm_eps) if wide else None
-        self.hidden_norm = RMSNorm(c.dim, c.norm_eps) if wide else None
+        self.embed_norm = RMSNorm(c.dim, c.norm_eps) if eagle3 else None
+        self.hidden_norm = RMSNorm(c.dim, c.norm_eps) if eagle3 else None
 
 
 class DraftHead(nn.Module):
@@ -136,24 +129,20 @@ class DraftHead(nn.Module):
         return torch.arange(self.config.draft_vocab_size, device=self.d2t.device) + self.d2t
 
     def fuse(self, features: list[Tensor]) -> Tensor:
-        """The target's features of T rows, as the hidden input of those rows: [T, C].
-
-        EAGLE-1: the state after the final norm, as it is. EAGLE-3: `fc` over the captured levels,
-        low to high."""
+        """The hidden input [T, C] of entries, from the target's features of T tokens: EAGLE-1 takes
+        the state after the final norm as it is, EAGLE-3 puts the layers named through `fc`."""
         dtype = self.layer.ffn_norm.weight.dtype
+        features = [x.to(dtype) for x in features]
         if self.config.family == "eagle1":
-            return features[0].to(dtype)
+            return features[0]
         if self.fc_norm is not None:
-            features = [norm(x.to(dtype)) for norm, x in zip(self.fc_norm, features, strict=True)]
-        x = torch.cat([x.to(dtype) for x in features], dim=-1)
+            features = [norm(x) for norm, x in zip(self.fc_norm, features, strict=True)]
+        x = torch.cat(features, dim=-1)
         return self.fc(x if self.input_norm is None else self.input_norm(x))
 
-    def forward(
-        self, tokens: Tensor, hidden: Tensor, rope: Tensor, slots: Tensor, mask: Tensor, kv: Tensor
-    ) -> Tensor:
-        """tokens: int64 [T]; hidden: [T, C] from `fuse` or from the parent nodes; the rest as in
-        Attention. Returns the hidden state [T, C] that the next level takes.
-        """
+    def forward(self, tokens: Tensor, hidden: Tensor, place: Place, kv: Tensor) -> Tensor:
+        """tokens: int64 [T]; hidden: [T, C] from `fuse` or from the parent nodes; kv: [2, G, R, D].
+        Returns the hidden state [T, C] that the next level takes."""
         layer = self.layer
         embedded = self.tok_embeddings(tokens).to(hidden.dtype)
         if self.config.family == "eagle1":
@@ -162,7 +151,7 @@ class DraftHead(nn.Module):
             normed = layer.hidden_norm(hidden)
             residual = normed if self.config.norm_before_residual else hidden
             x = torch.cat((layer.embed_norm(embedded), normed), dim=-1)
-        x = residual + layer.attention(x, rope, slots, mask, kv)
+        x = residual + layer.attention(x, place, kv)
         x = x + layer.feed_forward(layer.ffn_norm(x))
         return self.norm(x) if self.config.norm_output else x
 
@@ -173,24 +162,103 @@ class DraftHead(nn.Module):
         return self.output(hidden)
 
 
-def ancestor_mask(parents: Tensor, levels: int) -> Tensor:
-    """[N, N] bool: entry (v, u) says that u is v or an ancestor of v. parents: int64 [N], the
-    root's is itself.
-    """
-    mask = torch.eye(parents.shape[0], dtype=torch.bool, device=parents.device)
-    for _ in range(levels.bit_length()):  # each step doubles the distance that is covered
-        mask = mask | mask[parents]
-        parents = parents[parents]
-    return mask
+# ---------------------------------------------------------------- what a round hands on
 
 
-def node_parents(kept: Tensor, candidate_parents: Tensor) -> Tensor:
-    """int64 [N]: the parent node of every node, from the kept flat indices (ascending, parents
-    always kept).
-    """
-    flat = candidate_parents[kept]
-    parents = torch.where(flat < 0, 0, torch.searchsorted(kept, flat) + 1)
-    return torch.cat((parents.new_zeros(1), parents))
+class Pick(Protocol):
+    """How a token is chosen, and how a head guesses that choice (talon/sampling.py)."""
+
+    def choose(self, logits: Tensor, positions: Tensor) -> Tensor: ...
+
+    def guess(
+        self, logits: Tensor, positions: Tensor, tokens: Tensor, top_k: int
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+class Stage(NamedTuple):
+    """A target or a head with what its forward needs."""
+
+    module: nn.Module
+    cache: KVCache
+    rope: Tensor  # fp32 [2, R, D], the table of its positions
+    feature_layers: tuple[int, ...] = ()  # of a target: what the draft source reads
+
+
+class Nodes(NamedTuple):
+    """A tree below the root, which is node 0. A parent comes before its children."""
+
+    tokens: Tensor  # int64 [N]
+    parents: Tensor  # int64 [N], node indices; the root's is itself
+    ancestors: Tensor  # bool [N, N]: entry (v, u) says that u is v or an ancestor of v
+
+
+class Level(NamedTuple):
+    """B nodes of one depth and their K children each, as the next level takes them."""
+
+    scores: Tensor  # fp32 [B * K], cumulative log-probabilities of the children
+    tokens: Tensor  # int64 [B * K]
+    hidden: Tensor  # [B, C], the nodes' hidden states
+    seen: Tensor  # bool [B, M], which of this round's draft slots hold the nodes or their ancestors
+
+
+class Verdict(NamedTuple):
+    """What the target says of a tree. Rows past `count` are padding."""
+
+    tokens: Tensor  # int64 [rows], the target's choices along the accepted path
+    path: Tensor  # int64 [rows], the path's nodes
+    count: Tensor  # int64 [1], nodes on the path, the root counted
+    features: list[Tensor]  # [N, C] each, of all nodes
+
+
+class Entries(NamedTuple):
+    """True entries from position `start` on. Rows past `last` are padding: masked now, overwritten
+    next time."""
+
+    features: list[Tensor]  # [N, C] each
+    path: Tensor  # int64 [T], which of the N
+    tokens: Tensor  # int64 [T], the token that follows each
+    start: Tensor  # int64 [1]
+    last: Tensor  # int64 [1], the last row that counts
+
+
+# ---------------------------------------------------------------- draft
+
+
+def root_children(
+    head: DraftHead, hidden: Tensor, at: At, pick: Pick, sizes: tuple[int, int]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The root's children in the form in which `grow_level` takes a level, so that one compilation
+    serves all levels: scores and tokens [B * K], of which the first K count, and hidden states
+    [B, C]. hidden: [1, C], the head's state at the last entry. sizes: B and K."""
+    beam, top_k = sizes
+    scores, tokens = pick.guess(head.logits(hidden), at.length + 1, head.target_ids, top_k)
+    more = (0, (beam - 1) * top_k)
+    scores = F.pad(scores[0], more, value=float("-inf"))
+    return scores, F.pad(tokens[0], more), hidden.repeat(beam, 1)
+
+
+def grow_level(
+    head: Stage, chosen: Tensor | None, above: Level, step: Tensor, at: At, pick: Pick
+) -> tuple[Tensor, Level]:
+    """Run B children of the level above through the head and list their children.
+
+    chosen: int64 [B], which children; None for those of the highest scores. step: int64 [1], the
+    nodes' depth minus one. Returns the children that were chosen, and their level."""
+    scores, tokens, hidden, seen = above
+    beam = hidden.shape[0]
+    top_k = scores.shape[0] // beam
+    chosen = best(scores, beam) if chosen is None else chosen
+    parent = chosen // top_k
+    tokens, hidden, scores, seen = tokens[chosen], hidden[parent], scores[chosen], seen[parent]
+    own = step * beam + torch.arange(beam, device=tokens.device)
+    seen = seen | (torch.arange(seen.shape[1], device=tokens.device) == own[:, None])
+    position = (at.length + step).expand(beam)  # of the pair: one less than the token's own
+    place = Place(head.rope[:, position], at.length + own, tree_mask(at, seen))
+    hidden = head.module(tokens, hidden, place, head.cache.layer(0))
+    logits, ids = head.module.logits(hidden), head.module.target_ids
+    child_scores, child_tokens = pick.guess(logits, position + 2, ids, top_k)
+    child_scores = scores[:, None] + child_scores
+    return chosen, Level(child_scores.flatten(), child_tokens.flatten(), hidden, seen)
 
 
 def best(scores: Tensor, count: int) -> Tensor:
@@ -198,106 +266,61 @@ def best(scores: Tensor, count: int) -> Tensor:
     return scores.sort(descending=True, stable=True).indices[:count]
 
 
+# ---------------------------------------------------------------- select
+
+
 def select(
     tokens: Tensor, scores: Tensor, parents: Tensor, count: int, levels: int
 ) -> tuple[Tensor, ...]:
-    """Keep the `count` best candidates. Their tokens [count], node parents [N] and ancestor mask
-    [N, N].
-
-    A child never outscores its parent and comes later in flat order, so no child is kept without
-    its parent."""
+    """Keep the `count` best candidates (EAGLE-2, section 4.2). Their tokens [count], node parents
+    [N] and ancestor mask [N, N]. A child never outscores its parent and comes later in flat order,
+    so no child is kept without its parent."""
     kept = best(scores, count).sort().values
     node_parent = node_parents(kept, parents)
     return tokens[kept], node_parent, ancestor_mask(node_parent, levels)
 
 
-def root_children(
-    head: DraftHead,
-    hidden: Tensor,
-    length: Tensor,
-    sampling: SamplingState,
-    kind: str,
-    sizes: tuple[int, int],
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The root's children in the form in which `grow_level` takes a level, so that one compilation
-    serves all levels: scores and tokens [B * K], of which the first K count, and the hidden states
-    [B, C]. hidden: [1, C], the head's state at the last entry. sizes: B and K.
-    """
-    beam, top_k = sizes
-    scores, tokens = guess(head.logits(hidden), length + 1, head.target_ids, sampling, kind, top_k)
-    more = (0, (beam - 1) * top_k)
-    scores = F.pad(scores[0], more, value=float("-inf"))
-    return scores, F.pad(tokens[0], more), hidden.repeat(beam, 1)
+def node_parents(kept: Tensor, candidate_parents: Tensor) -> Tensor:
+    """int64 [N]: the parent node of every node. kept: flat indices, ascending, int64 [N - 1]."""
+    flat = candidate_parents[kept]
+    parents = torch.where(flat < 0, 0, torch.searchsorted(kept, flat) + 1)
+    return torch.cat((parents.new_zeros(1), parents))
 
 
-def grow_level(
-    head: DraftHead,
-    rows: Tensor | None,
-    above: tuple[Tensor, Tensor, Tensor, Tensor],
-    step: Tensor,
-    length: Tensor,
-    slots: Tensor,
-    rope_table: Tensor,
-    kv: Tensor,
-    sampling: SamplingState,
-    kind: str,
-    sizes: tuple[int, int],
-) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """Run some children of the last level through the head and list their children.
-
-    rows: int64 [B], which children; None for those of the highest scores. above: the last level's
-    cumulative scores and tokens [B * K], its nodes' hidden states [B, C] and the slots they see,
-    bool [B, M] (which of this round's draft slots hold ancestors). step: int64 [1], depth of the
-    nodes minus one. sizes: B and K. Returns `rows`, and the same four of this level."""
-    scores, tokens, hidden, seen = above
-    beam, top_k = sizes
-    rows = best(scores, beam) if rows is None else rows
-    parent = rows // top_k
-    tokens, hidden, scores, seen = tokens[rows], hidden[parent], scores[rows], seen[parent]
-    own = step * beam + torch.arange(beam, device=tokens.device)
-    seen = seen | (torch.arange(seen.shape[1], device=tokens.device) == own[:, None])
-    position = (length + step).expand(beam)  # of the pair: one less than the token's own
-    mask = tree_mask(length, seen, slots)
-    hidden = head(tokens, hidden, rope_table[:, position], length + own, mask, kv)
-    child_scores, child_tokens = guess(
-        head.logits(hidden), position + 2, head.target_ids, sampling, kind, top_k
-    )
-    child_scores = (scores[:, None] + child_scores).flatten()
-    return rows, (child_scores, child_tokens.flatten(), hidden, seen)
+def ancestor_mask(parents: Tensor, levels: int) -> Tensor:
+    """bool [N, N], as in Nodes."""
+    mask = torch.eye(parents.shape[0], dtype=torch.bool, device=parents.device)
+    for _ in range(levels.bit_length()):  # each step doubles the distance that is covered
+        mask = mask | mask[parents]
+        parents = parents[parents]
+    return mask
 
 
-def absorb(
-    head: DraftHead,
-    features: list[Tensor],
-    path: Tensor,
-    tokens: Tensor,
-    start: Tensor,
-    last: Tensor,
-    slots: Tensor,
-    rope_table: Tensor,
-    kv: Tensor,
-) -> Tensor:
-    """Append true entries from position `start` int64 [1] on: the features of rows `path` int64
-    [T], each with the token int64 [T] that follows it. Rows past `last` int64 [1] are padding:
-    masked now, overwritten next time. Returns the head's state [1, C] at `last`, from which the
-    next tree grows.
-    """
-    entries = start + torch.arange(tokens.shape[0], device=start.device)
-    mask = causal_mask(start, tokens.shape[0], slots)
-    hidden = head.fuse([feature[path] for feature in features])
-    hidden = head(tokens, hidden, rope_table[:, entries], entries, mask, kv)
-    return hidden[last]
+# ---------------------------------------------------------------- verify, accept
 
 
-def accept(
-    choice: Tensor, tokens: Tensor, parents: Tensor, ancestors: Tensor, rows: int
-) -> tuple[Tensor, Tensor]:
-    """The path of right nodes: its node indices int64 [rows], padded, and its length [1], the root
-    counted.
+def verify(target: Stage, nodes: Nodes, at: At, pick: Pick, rows: int) -> Verdict:
+    """One forward over a tree's nodes, and how far the tree is right. Writes the cache slots
+    length .. length + N - 1."""
+    tokens, parents, ancestors = nodes
+    depth = ancestors.sum(1) - 1  # a node's depth is its number of proper ancestors
+    own = at.length + torch.arange(tokens.shape[0], device=tokens.device)
+    place = Place(target.rope[:, at.length + depth], own, tree_mask(at, ancestors))
+    # A round launched ahead of a choice that could not be made begins with no token, which is -1.
+    known = tokens.clamp(min=0)
+    hidden, features = target.module(known, place, target.cache, target.feature_layers)
+    choice = pick.choose(target.module.output(hidden), at.length + depth + 1)
+    path, count = accept(choice, nodes, rows)
+    return Verdict(choice[path], path, count, features)
+
+
+def accept(choice: Tensor, nodes: Nodes, rows: int) -> tuple[Tensor, Tensor]:
+    """The path of right nodes: their indices int64 [rows], padded, and its length int64 [1].
 
     A node is right if its token is what the target chose after its parent; it is accepted if all
     its ancestors are right too. The path leads to the deepest accepted node: there are several only
     where a token was both grown and looked up."""
+    tokens, parents, ancestors = nodes
     index = torch.arange(tokens.shape[0], device=tokens.device)
     right = (tokens == choice[parents]) | (index == 0)
     accepted = ~(ancestors & ~right).any(1)
@@ -307,59 +330,26 @@ def accept(
     return order.sort().indices[:rows], path.sum(0, keepdim=True)
 
 
-def verify(
-    model: Transformer,
-    cache: KVCache,
-    table: Tensor,
-    nodes: tuple[Tensor, Tensor, Tensor],
-    length: Tensor,
-    slots: Tensor,
-    sampling: SamplingState,
-    kind: str,
-    rows: int,
-    feature_layers: tuple[int, ...],
-) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    """One forward over a tree's nodes, and what of the tree is right.
-
-    nodes: tokens int64 [N], parents int64 [N], ancestor mask bool [N, N]; table: RoPE table [2, R,
-    D]; length: int64 [1], the committed tokens; slots: int64 [S]. Writes cache slots length ..
-    length + N - 1. Returns the target's choices along the accepted path int64 [rows], the path's
-    node indices int64 [rows], its length int64 [1] (rows past it are padding), and the features [N,
-    C] that a head reads."""
-    tokens, parents, ancestors = nodes
-    depth = ancestors.sum(1) - 1  # a node's depth is its number of proper ancestors
-    own = length + torch.arange(tokens.shape[0], device=tokens.device)
-    mask = tree_mask(length, ancestors, slots)
-    x, features = model(
-        model.tok_embeddings(tokens), table[:, length + depth], own, mask, cache, feature_layers
-    )
-    hidden = model.norm(x)
-    choice = choose(model.output(hidden), length + depth + 1, sampling, kind)
-    path, count = accept(choice, tokens, parents, ancestors, rows)
-    return choice[path], path, count, features or [hidden]
-
-
 def read_chunk(
-    model: Transformer,
-    cache: KVCache,
-    table: Tensor,
-    tokens: Tensor,
-    start: Tensor,
-    last: Tensor,
-    slots: Tensor,
-    sampling: SamplingState,
-    kind: str,
-    feature_layers: tuple[int, ...],
+    target: Stage, tokens: Tensor, last: Tensor, at: At, pick: Pick
 ) -> tuple[Tensor, list[Tensor]]:
-    """One forward over a chunk of the prompt, tokens int64 [T] from position `start` int64 [1] on.
+    """One forward over a chunk of the prompt, tokens int64 [T] from position length on. Returns the
+    token chosen after row `last` int64 [1], whose logits alone are computed, and the features."""
+    own = at.length + torch.arange(tokens.shape[0], device=tokens.device)
+    place = Place(target.rope[:, own], own, causal_mask(at.length, tokens.shape[0], at.slots))
+    hidden, features = target.module(tokens, place, target.cache, target.feature_layers)
+    choice = pick.choose(target.module.output(hidden[last]), at.length + last + 1)
+    return choice, features
 
-    Returns the token chosen after row `last` int64 [1], whose logits are the only ones computed,
-    and the features."""
-    own = start + torch.arange(tokens.shape[0], device=tokens.device)
-    mask = causal_mask(start, tokens.shape[0], slots)
-    x, features = model(
-        model.tok_embeddings(tokens), table[:, own], own, mask, cache, feature_layers
-    )
-    hidden = model.norm(x)
-    choice = choose(model.output(hidden[last]), start + last + 1, sampling, kind)
-    return choice, features or [hidden]
+
+# ---------------------------------------------------------------- catch up
+
+
+def absorb(head: Stage, entries: Entries, at: At) -> Tensor:
+    """Append true entries to the head's cache. Returns its state [1, C] at the last one, from which
+    the next tree grows."""
+    features, path, tokens, start, last = entries
+    own = start + torch.arange(tokens.shape[0], device=start.device)
+    place = Place(head.rope[:, own], own, causal_mask(start, tokens.shape[0], at.slots))
+    hidden = head.module.fuse([feature[path] for feature in features])
+    return head.module(tokens.clamp(min=0), hidden, place, head.cache.layer(0))[last]

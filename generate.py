@@ -1,37 +1,44 @@
-"""Generate text from the command line.
+"""Generate text: the command line, from flags to a streamed answer and its measurements.
 
-    python generate.py --checkpoint_path checkpoints/SmolLM2-135M-Instruct/talon.safetensors
-    --prompt "Hello"
+    python generate.py --checkpoint_path F --prompt "Why is the sky blue?"
+    python generate.py --checkpoint_path F --draft_checkpoint_path H --interactive
 
-Leaves out: the engine that programs import from here (text.py), how a round works (engine.py), what
-a checkpoint may hold (convert_hf_checkpoint.py).
-"""
+Text goes to standard output, everything else to standard error. Leaves out: the engine that it runs
+(talon/text.py)."""
 
 import os
-import platform
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
 
-from model import ModelConfig
-from talon.checking import check_sample
 from talon.cli import DEMO, Parser, check_output, note, run
 from talon.decoder import Decoder
-from talon.loading import DTYPES, find_tokenizer, fit_context, read_kind
-from talon.records import compilations, describe, project_commit, sample_record, write_json
+from talon.loading import DTYPES, Files, fit_context, open_files
+from talon.records import Results, compilations, write_json
 from talon.sampling import SamplingConfig
-from talon.text import Engine, TextGeneration, check_ends, check_text, encode, load
+from talon.text import (
+    Engine,
+    Options,
+    TextGeneration,
+    check_ends,
+    check_text,
+    encode,
+    load,
+    load_files,
+    message,
+    read_options,
+)
 from talon.tokenizer import TOKENIZER_FILES, Tokenizer
-from talon.trees import Tree
 
 __all__ = ["Engine", "TextGeneration", "load", "main"]
 
 
-# ---------------------------------------------------------------- the command line
+# ---------------------------------------------------------------- the flags
 
 
 def parse_args(argv: list[str] | None) -> Namespace:
@@ -43,22 +50,16 @@ def parse_args(argv: list[str] | None) -> Namespace:
 
 
 def add_prompt_options(parser: Parser) -> None:
-    parser.add_argument(
-        "--checkpoint_path", type=Path, default=DEMO, help="target file (convert_hf_checkpoint.py)"
-    )
+    parser.add_argument("--checkpoint_path", type=Path, default=DEMO, help="target file")
     parser.add_argument("--draft_checkpoint_path", default="none", help="head file, or none")
     given = parser.add_mutually_exclusive_group()
     given.add_argument("--prompt", help="text; - reads standard input")
     given.add_argument("--prompt_file", type=Path, help="file with the prompt, UTF-8")
     given.add_argument("--prompt_ids", help='token ids, such as "1 2 3"; needs no tokenizer')
-    given.add_argument(
-        "--interactive", action="store_true", help="converse, one line a turn, until end of file"
-    )
-    chat = parser.add_mutually_exclusive_group()
+    given.add_argument("--interactive", action="store_true", help="converse, one line a turn")
+    chat, no = parser.add_mutually_exclusive_group(), {"dest": "chat", "action": "store_false"}
     chat.add_argument("--chat", action="store_true", default=None, help="use the chat template")
-    chat.add_argument(
-        "--no_chat", dest="chat", action="store_false", default=None, help="give the text as it is"
-    )
+    chat.add_argument("--no_chat", default=None, help="give the text as it is", **no)
     parser.add_argument("--system", help="system message of the chat")
 
 
@@ -71,8 +72,7 @@ def add_text_options(add: Callable) -> None:
     add("--stop", action="append", default=[], help="text that ends the answer; may be repeated")
     add("--ignore_eos", action="store_true", help="go on past the model's stop tokens")
     add("--num_samples", type=int, default=1, help="texts to generate: seeds seed, seed+1, ...")
-    checking = "decode plainly too and compare the ids; exit code 1 if they differ"
-    add("--check", action="store_true", help=checking)
+    add("--check", action="store_true", help="compare with plain decoding: exit code 1 if unequal")
     add("--highlight", action="store_true", help="colour the tokens that the draft guessed")
     add("--json", help="write measurements and ids to this file")
 
@@ -93,6 +93,46 @@ def add_running_options(parser: Parser) -> None:
     compiling.add_argument("--compile", action="store_true", default=True, help="compile")
     compiling.add_argument("--no_compile", dest="compile", action="store_false", help="run eagerly")
     add("--profile", help="write a Chrome trace of the last sample to this file")
+
+
+def check_args(args: Namespace) -> None:
+    """Refuse bad values, and flags that would have no effect, before anything is read."""
+    if args.num_samples < 1:
+        raise ValueError(f"num_samples {args.num_samples} is not allowed: give at least 1")
+    if args.retune and (args.tree != "auto" or args.draft_checkpoint_path == "none"):
+        raise ValueError("--retune is for --tree auto and takes a head: --draft_checkpoint_path")
+    check_ends(args.max_new_tokens, tuple(args.stop))
+    for what, text in (("--system", args.system or ""), *(("--stop", stop) for stop in args.stop)):
+        check_text(what, text)
+    for index in (0, args.num_samples - 1):
+        sampling_of(args, index)
+    alone = {"check": args.check, "num_samples": args.num_samples > 1, "profile": args.profile}
+    idle = ", ".join(f"--{name}" for name, given in alone.items() if given)
+    if args.interactive and idle:
+        raise ValueError(f"{idle} cannot be used with --interactive: give --prompt instead")
+    if args.prompt_ids is not None and (args.chat or args.system is not None):
+        raise ValueError("--chat and --system do not go with --prompt_ids: give --prompt instead")
+    check_outputs(args)
+
+
+def check_outputs(args: Namespace) -> None:
+    inputs = [args.checkpoint_path, Path(args.draft_checkpoint_path)]
+    inputs.append(Path(args.tree.partition("+lookup:")[0]))
+    inputs += [args.prompt_file] if args.prompt_file else []
+    inputs += [args.checkpoint_path.with_name(name) for name in TOKENIZER_FILES]
+    for flag in ("json", "profile"):
+        if getattr(args, flag) is not None:
+            check_output(f"--{flag}", Path(getattr(args, flag)), inputs)
+    if args.json is not None and args.profile is not None and Path(args.json) == Path(args.profile):
+        raise ValueError(f"--json and --profile are both {args.json}: give each a file of its own")
+
+
+def sampling_of(args: Namespace, index: int = 0) -> SamplingConfig:
+    """How sample number `index` is chosen."""
+    return SamplingConfig(args.temperature, args.top_k, args.top_p, args.seed + index)
+
+
+# ---------------------------------------------------------------- the prompt
 
 
 def read_prompt(args: Namespace) -> str | list[int] | None:
@@ -121,27 +161,22 @@ def read_prompt(args: Namespace) -> str | list[int] | None:
 
 def read_text(args: Namespace) -> str | None:
     """What --prompt or --prompt_file gives; None if neither does."""
-    if args.prompt_file is None:
+    file = args.prompt_file
+    if file is None:
         return sys.stdin.read() if args.prompt == "-" else args.prompt
     try:
-        return args.prompt_file.read_text(encoding="utf-8-sig")
+        return file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
-        raise ValueError(
-            f"prompt file {args.prompt_file} is not UTF-8 text: save it as UTF-8"
-        ) from None
+        raise ValueError(f"prompt file {file} is not UTF-8 text: save it as UTF-8") from None
     except OSError as error:
         raise ValueError(
-            f"prompt file {args.prompt_file} cannot be read ({error.strerror}): check its name, "
-            "or give --prompt"
+            f"prompt file {file} cannot be read ({error.strerror}): check its name, or give "
+            "--prompt"
         ) from None
-
-
-def messages_of(args: Namespace, text: str) -> list[dict]:
-    system = [{"role": "system", "content": args.system}] if args.system is not None else []
-    return [*system, {"role": "user", "content": text}]
 
 
 def wants_chat(args: Namespace, tokenizer: Tokenizer | None) -> bool:
+    """Whether the chat template is used: where there is one, unless told otherwise."""
     has = tokenizer is not None and tokenizer.has_chat_template
     if args.chat and not has:
         raise ValueError("--chat needs a chat template and the checkpoint has none: use --no_chat")
@@ -152,169 +187,141 @@ def wants_chat(args: Namespace, tokenizer: Tokenizer | None) -> bool:
     return has if args.chat is None else args.chat
 
 
-def check_args(args: Namespace) -> None:
-    """Refuse bad values, and flags that would have no effect, before anything is loaded."""
-    if args.num_samples < 1:
-        raise ValueError(f"num_samples {args.num_samples} is not allowed: give at least 1")
-    if args.retune and (args.tree != "auto" or args.draft_checkpoint_path == "none"):
+def opening(args: Namespace) -> list[dict]:
+    """The messages that a conversation begins with."""
+    return [] if args.system is None else [message("system", args.system)]
+
+
+def prompt_ids(args: Namespace, files: Files, prompt: str | list[int] | None) -> list[int] | None:
+    """The ids of the prompt, the chat template applied; None when conversing."""
+    if files.tokenizer is None and (args.stop or not isinstance(prompt, list)):
         raise ValueError(
-            "--retune measures for --tree auto with a head: give --draft_checkpoint_path, "
-            "and leave --tree out"
+            f"no tokenizer next to {args.checkpoint_path}, which text needs: copy tokenizer.json "
+            "or tokenizer.model there, or give --prompt_ids without --stop"
         )
-    check_ends(args.max_new_tokens, tuple(args.stop))
-    for what, text in (("--system", args.system or ""), *(("--stop", stop) for stop in args.stop)):
-        check_text(what, text)
-    for seed in (args.seed, args.seed + args.num_samples - 1):
-        SamplingConfig(args.temperature, args.top_k, args.top_p, seed)
-    alone = {
-        "--check": args.check,
-        "--num_samples": args.num_samples > 1,
-        "--profile": args.profile is not None,
-    }
-    idle = [flag for flag, given in alone.items() if given]
-    if args.interactive and idle:
-        raise ValueError(
-            f"{', '.join(idle)} cannot be used with --interactive: give --prompt instead"
-        )
-    if args.prompt_ids is not None and (args.chat or args.system is not None):
-        raise ValueError(
-            "--chat and --system cannot be used with --prompt_ids: give --prompt instead"
-        )
+    chat = not isinstance(prompt, list) and wants_chat(args, files.tokenizer)
+    if prompt is None:
+        return None
+    if chat:
+        prompt = [*opening(args), message("user", prompt)]
+    return encode(files.tokenizer, prompt)
 
 
-def check_outputs(args: Namespace) -> None:
-    inputs = [args.checkpoint_path, Path(args.draft_checkpoint_path)]
-    inputs.append(Path(args.tree.partition("+lookup:")[0]))
-    inputs += [args.prompt_file] if args.prompt_file else []
-    inputs += [args.checkpoint_path.with_name(name) for name in TOKENIZER_FILES]
-    for flag in ("json", "profile"):
-        if getattr(args, flag) is not None:
-            check_output(f"--{flag}", Path(getattr(args, flag)), inputs)
-    if args.json is not None and args.profile is not None and Path(args.json) == Path(args.profile):
-        raise ValueError(f"--json and --profile are both {args.json}: give each a file of its own")
-
-
-def default_context(args: Namespace, config: ModelConfig, ids: list[int] | None) -> int:
+def context_for(args: Namespace, files: Files, ids: list[int] | None) -> int:
     """The context for this run: by default enough for the prompt and its answer, as a smaller cache
-    loads faster. Refuses a prompt that does not fit, before anything is loaded for it.
-    """
+    loads faster. Refuses a prompt that does not fit, before anything is loaded for it."""
+    config, asked = files.config, args.max_seq_length
     if ids is None:
-        return fit_context(args.max_seq_length, config)
+        return fit_context(asked, config)
     limit = config.max_seq_length
-    context = fit_context(args.max_seq_length, config, max(2048, len(ids) + args.max_new_tokens))
+    context = fit_context(asked, config, max(2048, len(ids) + args.max_new_tokens))
     if len(ids) >= context:
         more = f", or raise --max_seq_length (this model allows {limit})" if context < limit else ""
         raise ValueError(
             f"the prompt has {len(ids)} tokens, but the context holds {context} with the answer: "
-            "shorten the prompt "
-            f"to {context - 1} or less{more}"
+            f"shorten the prompt to {context - 1} or less{more}"
         )
-    wrong = [i for i in ids if i >= config.vocab_size]
-    if wrong:
-        raise ValueError(
-            f"prompt id {wrong[0]} is not in the model's vocabulary: give ids 0 to "
-            f"{config.vocab_size - 1}"
-        )
+    wrong = next((i for i in ids if i >= config.vocab_size), None)
+    if wrong is not None:
+        raise ValueError(f"prompt id {wrong} is unknown: give ids 0 to {config.vocab_size - 1}")
     return context
+
+
+# ---------------------------------------------------------------- loading
+
+
+def open_checkpoints(args: Namespace) -> Files:
+    if args.checkpoint_path == DEMO and not DEMO.exists():
+        raise ValueError(
+            f"the demo model {DEMO} is not there yet: run `make demo`, or give --checkpoint_path"
+        )
+    head = args.draft_checkpoint_path
+    return open_files(args.checkpoint_path, None if head == "none" else head)
+
+
+def prepare(args: Namespace, files: Files, options: Options) -> Engine:
+    """Load and compile, and say what is run and which flags have no effect."""
+    engine = load_files(files, options)
+    card, sampling = engine.card, options.sampling
+    note(
+        f"{args.checkpoint_path.name}: {card['quantization'] or card['dtype']} on "
+        f"{card['device']}, tree {card['tree']}, loaded in {card['load_s']:.1f} s"
+    )
+    if card["head"]:
+        note(card["head"])
+    filtered = args.top_k > 0 or args.top_p < 1
+    if sampling.greedy and (filtered or args.seed or args.num_samples > 1):
+        note(
+            f"note: temperature {args.temperature:g} is greedy: --top_k, --top_p and --seed have "
+            "no effect and all samples are equal; give --temperature 1 to sample"
+        )
+    if args.highlight and engine.decoder.tree.nodes == 1:
+        note("note: --highlight colours drafted tokens, and without a draft there are none")
+    card["compile_s"] = 0.0
+    if args.compile:
+        note("compiling (kept in torch's cache for the next run) ...")
+        card["compile_s"] = engine.warm_up(sampling)
+        note(f"compiled in {card['compile_s']:.1f} s")
+    return engine
+
+
+# ---------------------------------------------------------------- the answers
+
+
+def start(engine: Engine, args: Namespace, prompt: list, index: int = 0) -> TextGeneration:
+    ends = {"stop": tuple(args.stop), "ignore_eos": args.ignore_eos}
+    sampling = asdict(sampling_of(args, index))
+    return engine.generate(prompt, max_new_tokens=args.max_new_tokens, **ends, **sampling)
 
 
 def show(text: TextGeneration, highlight: bool) -> None:
     """Stream a text to standard output."""
     for piece, drafted in text.marked():
-        sys.stdout.write(f"\033[32m{piece}\033[0m" if highlight and drafted else piece)
+        sys.stdout.write(f"\033[32m{piece}\033[0m" if highlight and drafted and piece else piece)
         sys.stdout.flush()
     sys.stdout.write("\n" if text.stream else f"{' '.join(map(str, text.tokens))}\n")
     sys.stdout.flush()
+
+
+def sample_all(engine: Engine, args: Namespace, ids: list[int], results: Results) -> int:
+    """Generate --num_samples texts; returns the exit code."""
+    plain = None
+    if args.check:
+        from talon.checking import check_sample
+
+        plain = Decoder(engine.decoder.model, engine.decoder.max_seq_length, compile=args.compile)
+    for index in range(args.num_samples):
+        engine.decoder.forget()  # every sample is timed with its own prefill
+        text = start(engine, args, ids, index)
+        with profiled(args.profile if index == args.num_samples - 1 else None):
+            show(text, args.highlight)
+        results.add(text)
+        if engine.decoder.tree.needs_head:
+            warn_if_useless(results.samples[-1])
+        if plain is not None:
+            check = check_sample(plain, text)
+            results.checks.append(check)
+            note(f"check: {'identical to plain decoding' if check['identical'] else check}")
+    return 0 if all(check["identical"] for check in results.checks) else 1
 
 
 def warn_if_useless(record: dict) -> None:
     if record["rounds"] >= 32 and record["acceptance_length"] < 1.2:
         note(
             f"warning: acceptance length {record['acceptance_length']:.2f} over "
-            f"{record['rounds']} rounds: the head "
-            "hardly ever guesses right. Check that it was trained for this very target, that the "
-            "chat template is "
-            "on, and the head line above (features, norms, RoPE base)"
+            f"{record['rounds']} rounds: the head hardly ever guesses right. Check that it was "
+            "trained for this very target, that the chat template is on, and the head line above "
+            "(features, norms, RoPE base)"
         )
 
 
-def prepare(
-    args: Namespace, prompt: str | list[int] | None
-) -> tuple[Engine, list[int] | None, bool]:
-    """Load everything. Returns the engine, the prompt's ids (None when conversing) and whether to
-    use the chat.
-    """
-    sampling = SamplingConfig(args.temperature, args.top_k, args.top_p, args.seed)
-    head = None if args.draft_checkpoint_path == "none" else args.draft_checkpoint_path
-    if not args.checkpoint_path.exists() and args.checkpoint_path == DEMO:
-        raise ValueError(
-            f"the demo model {DEMO} is not there yet: run `make demo`, or give --checkpoint_path"
-        )
-    config = ModelConfig.from_dict(read_kind(args.checkpoint_path, "target").config)
-    tokenizer = find_tokenizer(args.checkpoint_path.parent, config)
-    if tokenizer is None and (args.stop or not isinstance(prompt, list)):
-        raise ValueError(
-            f"no tokenizer beside {args.checkpoint_path}, which text needs: copy tokenizer.json "
-            "or tokenizer.model "
-            "there, or give --prompt_ids without --stop"
-        )
-    chat = not isinstance(prompt, list) and wants_chat(args, tokenizer)
-    ids = (
-        None if prompt is None else encode(tokenizer, messages_of(args, prompt) if chat else prompt)
-    )
-    engine = load(
-        args.checkpoint_path, head, tree=args.tree, device=args.device, dtype=args.dtype,
-        max_seq_length=default_context(args, config, ids), compile=args.compile,
-        tune="again" if args.retune else "once", sampling=sampling,
-    )  # fmt: skip
-    card = engine.card
-    note(
-        f"{args.checkpoint_path.name}: {card['quantization'] or card['dtype']} on "
-        f"{card['device']}, tree "
-        f"{card['tree']}, loaded in {card['load_s']:.1f} s"
-    )
-    if card["head"]:
-        note(card["head"])
-    remark(args, sampling, engine.decoder.tree)
-    if args.compile:
-        note("compiling (kept in torch's cache for the next run) ...")
-    card["compile_s"] = engine.warm_up(sampling) if args.compile else 0.0
-    if args.compile:
-        note(f"compiled in {card['compile_s']:.1f} s")
-    return engine, ids, chat
+def converse(engine: Engine, args: Namespace, results: Results) -> int:
+    """Turns from standard input until its end. The cached prefix of the conversation is not run
+    again. A line that cannot be answered is refused and forgotten. Returns the exit code."""
+    from talon.conversation import Conversation
 
-
-def remark(args: Namespace, sampling: SamplingConfig, tree: Tree) -> None:
-    """Say which of the given flags have no effect in this run."""
-    if sampling.kind == "greedy" and (
-        args.top_k > 0 or args.top_p < 1 or args.seed or args.num_samples > 1
-    ):
-        note(
-            f"note: temperature {args.temperature:g} is greedy: --top_k, --top_p and --seed have "
-            "no effect and all "
-            "samples are equal; give --temperature 1 to sample"
-        )
-    if args.highlight and tree.nodes == 1:
-        note("note: --highlight colours drafted tokens, and without a draft there are none")
-
-
-def start(
-    engine: Engine, args: Namespace, prompt: list[dict] | list[int], seed: int
-) -> TextGeneration:
-    return engine.generate(
-        prompt, max_new_tokens=args.max_new_tokens, temperature=args.temperature, top_k=args.top_k,
-        top_p=args.top_p, seed=seed, stop=tuple(args.stop), ignore_eos=args.ignore_eos,
-    )  # fmt: skip
-
-
-def converse(engine: Engine, args: Namespace, chat: bool, records: list[dict]) -> int:
-    """Turns from standard input until its end. The conversation is kept, and its cached prefix is
-    not run again.
-
-    A line that cannot be answered is refused and forgotten. Appends to `records`; returns the exit
-    code."""
-    history = [{"role": "system", "content": args.system}] if args.system is not None else []
-    ids: list[int] = []
+    chat = wants_chat(args, engine.tokenizer)
+    conversation = Conversation(engine, chat, opening(args), args.max_new_tokens)
     code = 0
     note("type a line and press enter; end of file or Ctrl-C leaves")
     while True:
@@ -324,46 +331,16 @@ def converse(engine: Engine, args: Namespace, chat: bool, records: list[dict]) -
             return code
         if not line.strip():
             continue
-        turn = {"role": "user", "content": line.rstrip("\n")}
         try:
-            check_text("the line", line)
-            prompt = (
-                [*history, turn] if chat else ids + engine.tokenizer.encode(line, add_bos=not ids)
-            )
-            text = start(engine, args, prompt, args.seed)
+            text = start(engine, args, conversation.prompt(line))
         except ValueError as error:
             note(f"error: {error}")
             code = 2
             continue
         show(text, args.highlight)
-        history += [turn, {"role": "assistant", "content": text.text}]
-        ids = text.generation.ids + text.tokens
-        records.append(sample_record(text.generation, text.text if text.stream else None))
-        note(describe(records[-1], engine.decoder.tree.nodes > 1))
-
-
-def sample_all(engine: Engine, args: Namespace, ids: list[int]) -> tuple[list[dict], list[dict]]:
-    """Generate --num_samples texts. Returns their records and, with --check, the comparisons."""
-    drafting = engine.decoder.tree.nodes > 1
-    plain = None
-    if args.check:
-        plain = Decoder(engine.decoder.model, engine.decoder.max_seq_length, compile=args.compile)
-    records, checks = [], []
-    for index in range(args.num_samples):
-        engine.decoder.cached = []  # every sample is timed with its own prefill
-        text = start(engine, args, ids, args.seed + index)
-        with profiled(args.profile if index == args.num_samples - 1 else None):
-            show(text, args.highlight)
-        records.append(sample_record(text.generation, text.text if text.stream else None))
-        note(describe(records[-1], drafting))
-        if engine.decoder.tree.needs_head:
-            warn_if_useless(records[-1])
-        if plain is not None:
-            checks.append(check_sample(plain, text))
-            note(
-                f"check: {'identical to plain decoding' if checks[-1]['identical'] else checks[-1]}"
-            )
-    return records, checks
+        if conversation.add(line, text):
+            note("note: the context is full: the oldest turns fell away")
+        results.add(text)
 
 
 @contextmanager
@@ -383,31 +360,26 @@ def profiled(path: str | None) -> Iterator[None]:
     note(f"trace written to {path}")
 
 
-def report(
-    engine: Engine, argv: list[str], recompiles: int, records: list[dict], checks: list[dict]
-) -> dict:
-    """What --json writes."""
-    top = {"argv": argv, **engine.card, "recompiles": recompiles, "commit": project_commit()}
-    top["versions"] = {"torch": torch.__version__, "python": platform.python_version()}
-    if checks:
-        top["check"] = next((check for check in checks if not check["identical"]), checks[0])
-    return {**top, "samples": records}
-
-
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     check_args(args)
-    check_outputs(args)
-    engine, ids, chat = prepare(args, read_prompt(args))
-    compiled = compilations()
-    records: list[dict] = []
-    checks: list[dict] = []
+    tuning = {"tune": "measure", "sampling": sampling_of(args)}
+    options = read_options(args.tree, args.device, args.dtype, None, args.compile, **tuning)
+    prompt = read_prompt(args)
+    files = open_checkpoints(args)
+    if args.retune:
+        from talon.tuning.choice import forget_choices  # as in talon/text.py: seldom needed
+
+        forget_choices(args.checkpoint_path)
+    ids = prompt_ids(args, files, prompt)
+    context = context_for(args, files, ids)
+    engine = prepare(args, files, replace(options, max_seq_length=context))
+    compiled, results = compilations(), Results()
     try:
         if ids is None:
-            code = converse(engine, args, chat, records)
+            code = converse(engine, args, results)
         else:
-            records, checks = sample_all(engine, args, ids)
-            code = 1 if any(not check["identical"] for check in checks) else 0
+            code = sample_all(engine, args, ids, results)
     except KeyboardInterrupt:
         if ids is not None:
             raise
@@ -416,12 +388,10 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:
         if args.json is None:
             raise
-        raise ValueError(
-            "standard output was closed before the end: --json was not written"
-        ) from None
+        raise ValueError("standard output was closed early: --json was not written") from None
     if args.json is not None:
         argv = argv if argv is not None else sys.argv[1:]
-        write_json(args.json, report(engine, argv, compilations() - compiled, records, checks))
+        write_json(args.json, results.to_json(engine, argv, compilations() - compiled))
     return code
 
 

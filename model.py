@@ -1,19 +1,25 @@
 """The target: a LLaMA-family decoder written for batch size 1 and a static KV cache.
 
 Leaves out: batching, training, mixture of experts, parallelism, and every choice of a token. One
-forward runs T rows of one sequence. A row has three separate coordinates, because a draft tree
-needs them apart: its RoPE position, its cache slot, and its line of the attention mask.
+forward runs T tokens of one sequence. A token's place has three separate coordinates, because a
+draft tree needs them apart: its RoPE position, its cache slot, and its line of the attention mask.
 
 Shape legend, used by every file:
-    T  rows of this forward (1, a prefill chunk, or the N nodes of a tree)    N  nodes verified,
-    root included S  cache slots that attention reads (a length bucket)                     R  cache
-    slots that exist H  query heads     G  key/value heads     D  head_dim     C  dim (model width)
-    V  vocabulary      Vd draft vocabulary    K  children kept of a node      L  draft levels
-Weights keep the names of Meta's release and gpt-fast, with q, k, v fused to `wqkv` and gate, up to
-`w13`."""
+
+    T   tokens of this forward: 1, a chunk of the prompt, or the N nodes of a tree
+    N   nodes that are verified, the root included
+    R   cache slots that exist
+    S   cache slots that attention reads (a length bucket)
+    H   query heads             G   key/value heads         D   head_dim
+    C   dim, the model's width  V   vocabulary              Vd  draft vocabulary
+    L   draft levels            B   nodes of a level        K   children of a node
+
+Weights keep the names of Meta's release and gpt-fast, with q, k and v fused to `wqkv`, and gate
+and up to `w13`."""
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,9 +28,8 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """RoPE frequency scaling: `linear` divides every frequency, `llama3` only the slow ones (Llama
-    3.1, section 3.2).
-    """
+    """RoPE frequency scaling: `linear` divides every frequency, `llama3` only the slow ones
+    (Llama 3.1, section 3.2)."""
 
     kind: str
     factor: float
@@ -34,9 +39,7 @@ class RopeScaling:
 
     def __post_init__(self) -> None:
         if self.kind not in ("linear", "llama3"):
-            raise ValueError(
-                f"rope scaling {self.kind!r} is not supported; supported: linear, llama3"
-            )
+            raise ValueError(f"rope scaling {self.kind!r} is not supported: linear and llama3 are")
 
 
 @dataclass(frozen=True)
@@ -71,8 +74,8 @@ class ModelConfig:
 
 
 class KVCache(nn.Module):
-    """Keys and values of all layers in one buffer, so that moving accepted rows is one gather and
-    one scatter.
+    """Keys and values of all layers in one buffer, so that moving accepted tokens is one gather
+    and one scatter.
 
     Slots at or past the committed length hold leftovers of rejected nodes and padding: the mask
     hides them and the next forward overwrites them, so nothing is ever cleared."""
@@ -93,35 +96,43 @@ class KVCache(nn.Module):
         return self.data[index]
 
     def move(self, source: Tensor, destination: Tensor) -> None:
-        """Copy slots `source` to slots `destination` (int64, equal length; they may overlap) in
-        every layer.
-        """
+        """Copy slots `source` to slots `destination` in every layer. Both int64, of equal length;
+        they may overlap."""
         self.data.index_copy_(3, destination, self.data.index_select(3, source))
 
 
-def causal_mask(start: Tensor, rows: int, slots: Tensor) -> Tensor:
-    """[rows, S] bool: row t sees slots 0..start+t. start: int64 [1]; slots: int64 [S], 0 to S-1.
+class At(NamedTuple):
+    """How far the text has come, on the device."""
 
-    The slot numbers come as a tensor, not as a count, so that compiled code takes any length
-    bucket."""
-    return slots <= (start + torch.arange(rows, device=start.device))[:, None]
+    length: Tensor  # int64 [1], committed tokens
+    slots: Tensor  # int64 [S], 0 to S-1: a tensor, so that compiled code takes any length bucket
 
 
-def tree_mask(committed: Tensor, ancestors: Tensor, slots: Tensor) -> Tensor:
-    """[N, S] bool: node v sees the committed slots and those of its ancestors and itself.
+class Place(NamedTuple):
+    """Where the T tokens of a forward stand."""
 
-    committed: int64 [1]; ancestors: bool [N, M], column u stands for slot committed + u; slots:
-    int64 [S]."""
-    relative = slots - committed
+    rope: Tensor  # fp32 [2, T, D], cosines and sines of their positions
+    slots: Tensor  # int64 [T], where their keys and values are written
+    mask: Tensor  # bool [T, S], the slots that they see
+
+
+def causal_mask(start: Tensor, count: int, slots: Tensor) -> Tensor:
+    """bool [count, S]: token t sees slots 0 to start + t. start: int64 [1]; slots: int64 [S]."""
+    return slots <= (start + torch.arange(count, device=start.device))[:, None]
+
+
+def tree_mask(at: At, ancestors: Tensor) -> Tensor:
+    """bool [N, S]: node v sees the committed slots and those of its ancestors and itself.
+
+    ancestors: bool [N, M], column u stands for slot length + u."""
+    relative = at.slots - at.length
     inside = (relative >= 0) & (relative < ancestors.shape[1])
     tree = ancestors[:, relative.clamp(0, ancestors.shape[1] - 1)]
     return (relative < 0) | (inside & tree)
 
 
 def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> Tensor:
-    """[D/2] float64 radians per position (RoFormer, arXiv 2104.09864; llama3 scaling as in Llama
-    3.1).
-    """
+    """float64 [D/2], radians per position (RoFormer, arXiv 2104.09864)."""
     frequencies = theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
     if scaling is None:
         return frequencies
@@ -129,25 +140,21 @@ def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -
         return frequencies / scaling.factor
     turns = scaling.original_max_position * frequencies / (2 * math.pi)  # in the trained context
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    keep = ((turns - low) / (high - low)).clamp(
-        0, 1
-    )  # 1: fast, untouched; 0: slow, divided by the factor
-    return frequencies * (keep + (1 - keep) / scaling.factor)
+    fast = ((turns - low) / (high - low)).clamp(0, 1)  # 1 stays as it is, 0 is divided
+    return frequencies * (fast + (1 - fast) / scaling.factor)
 
 
 def rope_table(rows: int, head_dim: int, theta: float, scaling: RopeScaling | None) -> Tensor:
-    """[2, rows, D] fp32: cosines, then sines; computed in float64 and kept in fp32 whatever the
-    model's dtype.
-    """
+    """fp32 [2, rows, D], cosines and then sines: computed in float64, and fp32 in every model."""
     positions = torch.arange(rows, dtype=torch.float64)
     angles = torch.outer(positions, rope_frequencies(head_dim, theta, scaling)).repeat(1, 2)
     return torch.stack((angles.cos(), angles.sin())).float()
 
 
 def rotate(x: Tensor, rope: Tensor) -> Tensor:
-    """Apply RoPE in fp32. x: [T, heads, D], halves rotated against each other (HF layout); rope:
-    [2, T, D].
-    """
+    """Apply RoPE in fp32, halves rotated against each other as in Hugging Face's layout.
+
+    x: [T, heads, D]; rope: [2, T, D]."""
     cos, sin = rope[:, :, None]  # [T, 1, D] each
     low, high = x.float().chunk(2, dim=-1)
     turned = torch.cat((-high, low), dim=-1)
@@ -155,6 +162,8 @@ def rotate(x: Tensor, rope: Tensor) -> Tensor:
 
 
 class RMSNorm(nn.Module):
+    """Root mean square normalisation over the last dimension, in fp32 (arXiv 1910.07467)."""
+
     def __init__(self, dim: int, eps: float) -> None:
         super().__init__()
         self.eps = eps
@@ -167,58 +176,47 @@ class RMSNorm(nn.Module):
 
 def attend(q: Tensor, kv: Tensor, mask: Tensor) -> Tensor:
     """[T, H * D]: attention of q [T, H, D] over the cache kv [2, G, R, D], as mask bool [T, S]
-    allows.
-    """
-    (rows, width), groups, size = mask.shape, kv.shape[1], q.shape[2]
+    allows."""
+    (count, width), groups, size = mask.shape, kv.shape[1], q.shape[2]
     keys, values = kv[:, :, :width]  # [G, S, D] each
-    # The H/G query heads of a group stack as rows over its keys: GQA without copies of keys and
-    # values.
-    x = q.view(rows, groups, -1, size).permute(1, 2, 0, 3).reshape(groups, -1, size)
-    scores = (x @ keys.transpose(1, 2)).view(groups, -1, rows, width).float() * size**-0.5
+    # GQA without copies of keys and values: a group's H/G query heads stack as rows over its keys.
+    x = q.view(count, groups, -1, size).permute(1, 2, 0, 3).reshape(groups, -1, size)
+    scores = (x @ keys.transpose(1, 2)).view(groups, -1, count, width).float() * size**-0.5
     weights = scores.masked_fill(~mask, float("-inf")).softmax(-1).to(q.dtype)
     y = weights.view(groups, -1, width) @ values  # [G, H/G * T, D]
-    return y.view(groups, -1, rows, size).permute(2, 0, 1, 3).reshape(rows, -1)
+    return y.view(groups, -1, count, size).permute(2, 0, 1, 3).reshape(count, -1)
 
 
 class Attention(nn.Module):
-    """Grouped-query attention over a static cache. `in_dim` differs from `dim` in an EAGLE-3 head
-    only.
-    """
+    """Grouped-query attention over a static cache (arXiv 2305.13245). `config` is a target's or a
+    head's; `in_dim` differs from its `dim` in an EAGLE-3 head only."""
 
-    def __init__(
-        self,
-        in_dim: int,
-        dim: int,
-        n_head: int,
-        n_kv_head: int,
-        head_dim: int,
-        qkv_bias: bool,
-        o_bias: bool,
-    ) -> None:
+    def __init__(self, config: ModelConfig, in_dim: int) -> None:
         super().__init__()
-        self.n_head, self.n_kv_head, self.head_dim = n_head, n_kv_head, head_dim
-        self.wqkv = nn.Linear(in_dim, (n_head + 2 * n_kv_head) * head_dim, bias=qkv_bias)
-        self.wo = nn.Linear(n_head * head_dim, dim, bias=o_bias)
-        self.attend = attend  # a device may have a faster one
+        c = config
+        self.n_head, self.n_kv_head, self.head_dim = c.n_head, c.n_kv_head, c.head_dim
+        self.wqkv = nn.Linear(in_dim, (c.n_head + 2 * c.n_kv_head) * c.head_dim, bias=c.qkv_bias)
+        self.wo = nn.Linear(c.n_head * c.head_dim, c.dim, bias=c.o_bias)
+        self.attend = attend  # a device may have a faster one (talon/loading.py)
 
-    def forward(self, x: Tensor, rope: Tensor, slots: Tensor, mask: Tensor, kv: Tensor) -> Tensor:
-        """x: [T, in_dim]; rope: [2, T, D]; slots: int64 [T]; mask: bool [T, S]; kv: [2, G, R, D],
-        written.
-        """
-        heads, groups, size = self.n_head, self.n_kv_head, self.head_dim
-        qkv = self.wqkv(x).view(-1, heads + 2 * groups, size)
+    def forward(self, x: Tensor, place: Place, kv: Tensor) -> Tensor:
+        """[T, C] of x [T, in_dim]. kv: [2, G, R, D], written at the tokens' slots, then read."""
+        heads, groups = self.n_head, self.n_kv_head
+        qkv = self.wqkv(x).view(-1, heads + 2 * groups, self.head_dim)
         q, k, v = qkv.split((heads, groups, groups), dim=1)
-        kv.index_copy_(2, slots, torch.stack((rotate(k, rope), v)).transpose(1, 2).to(kv.dtype))
-        return self.wo(self.attend(rotate(q, rope), kv, mask))
+        new = torch.stack((rotate(k, place.rope), v)).transpose(1, 2)  # [2, G, T, D]
+        kv.index_copy_(2, place.slots, new.to(kv.dtype))
+        return self.wo(self.attend(rotate(q, place.rope), kv, place.mask))
 
 
 class FeedForward(nn.Module):
     """SwiGLU (arXiv 2002.05202)."""
 
-    def __init__(self, dim: int, intermediate_size: int, bias: bool) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.w13 = nn.Linear(dim, 2 * intermediate_size, bias=bias)
-        self.w2 = nn.Linear(intermediate_size, dim, bias=bias)
+        dim, inner, bias = config.dim, config.intermediate_size, config.mlp_bias
+        self.w13 = nn.Linear(dim, 2 * inner, bias=bias)
+        self.w2 = nn.Linear(inner, dim, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.w13(x).chunk(2, dim=-1)
@@ -226,30 +224,24 @@ class FeedForward(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """One layer. Inside a compiled forward it is a region of its own, compiled once and called for
-    every layer.
-    """
+    """One layer. Inside a compiled forward it is a region of its own: compiled once, called for
+    every layer."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        c = config
-        self.attention = Attention(
-            c.dim, c.dim, c.n_head, c.n_kv_head, c.head_dim, c.qkv_bias, c.o_bias
-        )
-        self.feed_forward = FeedForward(c.dim, c.intermediate_size, c.mlp_bias)
-        self.attention_norm = RMSNorm(c.dim, c.norm_eps)
-        self.ffn_norm = RMSNorm(c.dim, c.norm_eps)
+        self.attention = Attention(config, config.dim)
+        self.feed_forward = FeedForward(config)
+        self.attention_norm = RMSNorm(config.dim, config.norm_eps)
+        self.ffn_norm = RMSNorm(config.dim, config.norm_eps)
 
     @torch.compiler.nested_compile_region
-    def forward(self, x: Tensor, rope: Tensor, slots: Tensor, mask: Tensor, kv: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), rope, slots, mask, kv)
+    def forward(self, x: Tensor, place: Place, kv: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), place, kv)
         return x + self.feed_forward(self.ffn_norm(x))
 
 
 class Transformer(nn.Module):
-    """The target. `forward` stops at the residual stream; `norm` and `output` belong to the
-    caller's last region.
-    """
+    """The target. `output`, the lm_head, belongs to the caller, who needs it for few tokens."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -260,21 +252,15 @@ class Transformer(nn.Module):
         self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
 
     def forward(
-        self,
-        x: Tensor,
-        rope: Tensor,
-        slots: Tensor,
-        mask: Tensor,
-        cache: KVCache,
-        feature_layers: tuple[int, ...] = (),
+        self, tokens: Tensor, place: Place, cache: KVCache, feature_layers: tuple[int, ...] = ()
     ) -> tuple[Tensor, list[Tensor]]:
-        """Run T embedded rows. Returns the residual stream [T, C] after the last layer, before the
-        final norm, and the streams that ENTER the layers named in `feature_layers` (n_layer names
-        the last layer's output).
-        """
-        captured = {}
+        """Run tokens int64 [T]. Returns the state after the final norm [T, C], and the features
+        [T, C] that a head reads: the residual streams that ENTER the layers named (n_layer names
+        the last one's output), or where none are named that state itself (EAGLE-1)."""
+        x, streams = self.tok_embeddings(tokens), []
         for index, layer in enumerate(self.layers):
-            captured[index] = x
-            x = layer(x, rope, slots, mask, cache.layer(index))
-        captured[len(self.layers)] = x
-        return x, [captured[index] for index in feature_layers]
+            streams.append(x)
+            x = layer(x, place, cache.layer(index))
+        streams.append(x)
+        hidden = self.norm(x)
+        return hidden, [streams[index] for index in feature_layers] or [hidden]

@@ -4,15 +4,14 @@
     python quantize.py --evaluate F [--against G]
 
 All linear layers are quantised, lm_head included; embeddings, norms and biases stay as they are. A
-tied lm_head is quantised on its own, beside the embedding table. The modes, the stored form and the
-layers that run it are in quantized_linear.py; the file's metadata names each layer's mode. Weights
-are read and written one tensor at a time. For a target, its activations are looked at first,
-on a short text that ships with the project, one block in memory at a time. Leaves out GPTQ and AWQ.
-"""
+tied lm_head is quantised on its own, next to the embedding table. For a target, a plan is made from
+the inputs that its layers have on a short text that ships with the project, one block in memory at
+a time. Then the file is written, one tensor in memory at a time; its metadata names each layer's
+mode. The modes, the stored form and the layers that run it are in talon/kernels/linear.py. Leaves
+out GPTQ and AWQ."""
 
 import math
 import re
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -22,28 +21,31 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from model import KVCache, ModelConfig, RMSNorm, TransformerBlock, causal_mask, rope_table
-from talon.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
-from talon.cli import Parser, check_output, run
+from model import KVCache, ModelConfig, Place, Transformer, causal_mask, rope_table
+from talon.checkpoint import Checkpoint, TensorSpec, read_checkpoint
+from talon.cli import Parser, check_output, note, run
 from talon.kernels.linear import (
     GROUPSIZE,
     GROUPSIZES,
     LINEARS,
     TINY,
-    pack,
     quantize_int4,
     quantize_int8,
     round_rows,
-    swap_linears,
 )
+from talon.loading import choose_operators, empty_module, fill, find_tokenizer
 from talon.prompts import DATA
-from talon.tokenizer import load_tokenizer
+from talon.tokenizer import Tokenizer, load_tokenizer
+from talon.writing import write_checkpoint
 
 WINDOW = 512  # tokens that calibration and evaluation read at once
 
 EMBEDDING = "tok_embeddings.weight"
 
-# int8-dynamic: where int8 activations put a kind of layer's outputs off by more, it stays in int8.
+CPU = torch.device("cpu")
+
+# int8-dynamic: where int8 activations put the outputs of layers of one role (all feed_forward.w2,
+# say) off by more on average, these layers stay in int8.
 MOST_ERROR = 0.0175
 
 
@@ -52,81 +54,55 @@ MOST_ERROR = 0.0175
 Watch = Callable[[str, nn.Linear, Tensor], None]  # sees a layer's name, the layer and its inputs
 
 
-def read_text(checkpoint: Checkpoint, name: str) -> list[int]:
+def read_ids(tokenizer: Tokenizer, name: str) -> list[int]:
     """Token ids of a text that ships with the project."""
-    text = (DATA / name).read_text(encoding="utf-8")
-    return load_tokenizer(checkpoint.path.parent).encode(text)
+    return tokenizer.encode((DATA / name).read_text(encoding="utf-8"))
 
 
-def load_block(checkpoint: Checkpoint, config: ModelConfig, index: int) -> TransformerBlock:
-    prefix = f"layers.{index}."
-    with torch.device("meta"):
-        block = TransformerBlock(config)
-    quantization = checkpoint.quantization or {"layers": {}}
-    layers = quantization["layers"].items()
-    own = {name.removeprefix(prefix): mode for name, mode in layers if name.startswith(prefix)}
-    swap_linears(block, quantization | {"layers": own})
-    fill(block, checkpoint, prefix, own)
-    return block
-
-
-def fill(module: nn.Module, checkpoint: Checkpoint, prefix: str, quantized: dict) -> None:
-    """Load the tensors under `prefix`, in fp32 outside quantised layers, and pack for the CPU."""
-    state = {}
-    for name in checkpoint.specs:
-        if name.startswith(prefix):
-            short = name.removeprefix(prefix)
-            tensor = checkpoint.tensor(name)
-            state[short] = tensor if short.rpartition(".")[0] in quantized else tensor.float()
-    module.load_state_dict(state, assign=True)
-    module.requires_grad_(False)
-    pack(module, torch.device("cpu"), torch.float32)
-
-
-def load_output(checkpoint: Checkpoint, config: ModelConfig) -> nn.Module:
-    """lm_head alone, plain or quantised."""
-    holder = nn.Module()
-    holder.output = nn.Linear(config.dim, config.vocab_size, bias=False, device="meta")
-    quantization = checkpoint.quantization or {"layers": {}}
-    own = {name: mode for name, mode in quantization["layers"].items() if name == "output"}
-    swap_linears(holder, quantization | {"layers": own})
+def load_output(checkpoint: Checkpoint) -> nn.Module:
+    """lm_head alone, quantised or not, in fp32."""
+    config = ModelConfig.from_dict(checkpoint.config)
+    part = nn.Sequential(empty_module(Transformer, config, checkpoint).output)
     if "output.weight" in checkpoint.specs:
-        names = [name for name in checkpoint.specs if name.startswith("output.")]
-        state = {name: checkpoint.tensor(name) for name in names}
+        fill(part[0], checkpoint, CPU, torch.float32, "output.")
     else:
-        state = {"output.weight": checkpoint.tensor(EMBEDDING)}
-    if not own:
-        state = {name: tensor.float() for name, tensor in state.items()}
-    holder.load_state_dict(state, assign=True)
-    pack(holder, torch.device("cpu"), torch.float32)
-    return holder.output
+        embedding = checkpoint.tensor(EMBEDDING).float()
+        part[0].weight = nn.Parameter(embedding, requires_grad=False)
+    choose_operators(part, CPU, torch.float32)
+    return part[0]
 
 
 @torch.inference_mode()
 def run_blocks(checkpoint: Checkpoint, windows: list[Tensor], watch: Watch | None) -> list[Tensor]:
     """States after the final norm [T, C] of each window of token ids, in fp32."""
-    config = ModelConfig.from_dict(checkpoint.config)
-    size = max(map(len, windows))
-    table = rope_table(size, config.head_dim, config.rope_theta, config.rope_scaling)
-    kv = KVCache(1, config.n_kv_head, size, config.head_dim, torch.float32).layer(0)
+    c, size = ModelConfig.from_dict(checkpoint.config), max(map(len, windows))
+    model = empty_module(Transformer, c, checkpoint)
+    table = rope_table(size, c.head_dim, c.rope_theta, c.rope_scaling)
+    kv = KVCache(1, c.n_kv_head, size, c.head_dim, torch.float32).layer(0)
     embedding = checkpoint.tensor(EMBEDDING)
     states = [embedding[window].float() for window in windows]
-    for index in tqdm(range(config.n_layer), "blocks", disable=None, file=sys.stderr, leave=False):
-        block = load_block(checkpoint, config, index)
-        for name, module in block.named_modules() if watch else ():
-            if isinstance(module, nn.Linear):
-                layer = f"layers.{index}.{name}"
-                module.register_forward_pre_hook(lambda m, a, at=layer: watch(at, m, a[0]))
-        for at, x in enumerate(states):
+    for index, block in enumerate(tqdm(model.layers, "blocks", disable=None, leave=False)):
+        fill(block, checkpoint, CPU, torch.float32, f"layers.{index}.")
+        choose_operators(block, CPU, torch.float32)
+        watch_linears(block, f"layers.{index}.", watch)
+        for number, x in enumerate(states):
             slots = torch.arange(len(x))
             mask = causal_mask(torch.zeros(1, dtype=torch.int64), len(x), slots)
-            states[at] = block(x, table[:, : len(x)], slots, mask, kv)
-    norm = RMSNorm(config.dim, config.norm_eps)
-    norm.weight.copy_(checkpoint.tensor("norm.weight"))
-    return [norm(x) for x in states]
+            states[number] = block(x, Place(table[:, : len(x)], slots, mask), kv)
+        block.to("meta")  # its memory is free for the next one
+    fill(model.norm, checkpoint, CPU, torch.float32, "norm.")
+    return [model.norm(x) for x in states]
 
 
-# ---------------------------------------------------------------- how each layer is quantised
+def watch_linears(block: nn.Module, prefix: str, watch: Watch | None) -> None:
+    for name, module in block.named_modules() if watch else ():
+        if isinstance(module, nn.Linear):
+            module.register_forward_pre_hook(
+                lambda linear, inputs, layer=prefix + name: watch(layer, linear, inputs[0])
+            )
+
+
+# ---------------------------------------------------------------- plan: how each layer is quantised
 
 
 class Plan(NamedTuple):
@@ -147,88 +123,84 @@ def layers_of(checkpoint: Checkpoint) -> dict[str, str]:
     return layers
 
 
+def role_of(layer: str) -> str:
+    """`attention.wo` of `layers.7.attention.wo`."""
+    return re.sub(r"^layers\.\d+\.", "", layer)
+
+
+def plan_layers(checkpoint: Checkpoint, mode: str) -> dict[str, Plan]:
+    """A plan for every linear, made from its inputs on a short text where the file is a target."""
+    plans = dict.fromkeys(layers_of(checkpoint), Plan(mode))
+    if checkpoint.kind != "target":
+        return plans
+    errors: dict[str, list[float]] = {}  # of int8-dynamic, by role
+    in_int8: dict[str, Plan] = {}  # what a layer gets where int8-dynamic is too coarse for it
+
+    def watch(layer: str, linear: nn.Linear, inputs: Tensor) -> None:
+        check_finite(linear.weight, f"{layer}.weight", checkpoint.path)
+        # The first token's activations are a class of their own, and only one row.
+        inputs = check_finite(inputs[1:], f"the input of {layer}", checkpoint.path)
+        if mode == "int4":
+            plans[layer] = Plan(mode, importance=inputs.square().mean(0))
+            return
+        plans[layer] = in_int8[layer] = Plan("int8", smooth(linear.weight, inputs, False)[0])
+        if mode == "int8-dynamic":
+            smoothing, error = smooth(linear.weight, inputs, True)
+            plans[layer] = Plan(mode, smoothing)
+            errors.setdefault(role_of(layer), []).append(error)
+
+    states = run_blocks(checkpoint, [calibration_ids(checkpoint)], watch)[0]
+    with torch.inference_mode():
+        watch("output", load_output(checkpoint), states)
+    # By role, not by layer: blocks that are alike share one compilation.
+    coarse = {role for role, each in errors.items() if sum(each) / len(each) > MOST_ERROR}
+    return plans | {layer: plan for layer, plan in in_int8.items() if role_of(layer) in coarse}
+
+
 def smooth(weight: Tensor, inputs: Tensor, dynamic: bool) -> tuple[Tensor, float]:
     """The best smoothing fp32 [in] for int8, and the relative error of the outputs with it.
 
     Dividing the inputs' columns by a power of their size, and multiplying those of the weights,
     spreads the rounding error over both (SmoothQuant, arXiv 2211.10438, with one fixed power).
-    Where only the weights are rounded, it moves the finer steps to the columns that matter.
-    """
+    Where only the weights are rounded, it moves the finer steps to the columns that matter."""
     size = inputs.square().mean(0).sqrt()
     size = size.clamp_min(float(size.max()) * 1e-4 + TINY)
-    rows = inputs[:: -(-len(inputs) // 64)]
-    expected = rows @ weight.t()
-    best: tuple[Tensor, float] = (torch.ones_like(size), math.inf)
+    sample = inputs[:: -(-len(inputs) // 64)]
+    expected = sample @ weight.t()
+    best, least = torch.ones_like(size), math.inf
     for power in (0.0, 0.25, 0.5, 0.75):
         smoothing = size**power
         smoothing = smoothing / smoothing.log().mean().exp()
-        row_steps, row_scales = round_rows(rows / smoothing, 127 if dynamic else 127 * 256)
+        input_steps, input_scales = round_rows(sample / smoothing, 127 if dynamic else 127 * 256)
         steps, scales = quantize_int8(weight * smoothing)
-        outputs = (row_steps @ steps.float().t()) * scales * row_scales
+        outputs = (input_steps @ steps.float().t()) * scales * input_scales
         errors = (outputs - expected).norm(dim=1) / expected.norm(dim=1).clamp_min(TINY)
         error = float(errors.square().mean().sqrt())
-        if error < best[1]:
-            best = smoothing, error
-    return best
-
-
-def plan_layers(checkpoint: Checkpoint, mode: str) -> dict[str, Plan]:
-    """A plan for every linear; calibrated if the mode gains by it and the file is a target."""
-    plans = dict.fromkeys(layers_of(checkpoint), Plan(mode))
-    if checkpoint.kind != "target":
-        return plans
-    errors: dict[str, list[float]] = {}  # of int8-dynamic, by kind of layer
-    gentle: dict[str, Plan] = {}  # what a layer gets if int8-dynamic is too coarse for it
-
-    def watch(layer: str, linear: nn.Linear, inputs: Tensor) -> None:
-        finite(linear.weight, f"{layer}.weight", checkpoint.path)
-        # The first token's activations are a class of their own, and only one row.
-        inputs = finite(inputs[1:], f"the input of {layer}", checkpoint.path)
-        if mode == "int4":
-            plans[layer] = Plan(mode, importance=inputs.square().mean(0))
-            return
-        gentle[layer] = Plan("int8", smooth(linear.weight, inputs, False)[0])
-        if mode == "int8":
-            return
-        smoothing, error = smooth(linear.weight, inputs, True)
-        plans[layer] = Plan(mode, smoothing)
-        errors.setdefault(kind_of(layer), []).append(error)
-
-    hidden = run_blocks(checkpoint, [calibration_ids(checkpoint)], watch)[0]
-    output = load_output(checkpoint, ModelConfig.from_dict(checkpoint.config))
-    with torch.inference_mode():
-        watch("output", output, hidden)
-    # By kind, not by layer: blocks that are alike share one compilation.
-    coarse = {kind for kind, each in errors.items() if sum(each) / len(each) > MOST_ERROR}
-    mild = {layer for layer in gentle if mode == "int8" or kind_of(layer) in coarse}
-    return plans | {layer: gentle[layer] for layer in mild}
+        if error < least:
+            best, least = smoothing, error
+    return best, least
 
 
 def calibration_ids(checkpoint: Checkpoint) -> Tensor:
     """Token ids of the calibration text, or ids from all over the vocabulary and a notice."""
     config = ModelConfig.from_dict(checkpoint.config)
     size = min(WINDOW, config.max_seq_length)
-    try:
-        return torch.tensor(read_text(checkpoint, "calibration.txt")[:size])
-    except FileNotFoundError as error:
-        print(f"{error}; calibrating with arbitrary token ids instead of text", file=sys.stderr)
-        return torch.arange(size) * 7919 % config.vocab_size
+    tokenizer = find_tokenizer(checkpoint.path.parent, config)
+    if tokenizer is not None:
+        return torch.tensor(read_ids(tokenizer, "calibration.txt")[:size])
+    note(f"note: no tokenizer next to {checkpoint.path}: calibrating with arbitrary ids, not text")
+    return torch.arange(size) * 7919 % config.vocab_size
 
 
-def kind_of(layer: str) -> str:
-    """`attention.wo` of `layers.7.attention.wo`."""
-    return re.sub(r"^layers\.\d+\.", "", layer)
-
-
-# ---------------------------------------------------------------- files
-
-
-def finite(tensor: Tensor, name: str, path: Path) -> Tensor:
+def check_finite(tensor: Tensor, name: str, path: Path) -> Tensor:
     if not tensor.isfinite().all():
         raise ValueError(
             f"{name} in {path} holds NaN or infinity and cannot be quantised; fetch the model again"
         )
     return tensor
+
+
+# ---------------------------------------------------------------- write
 
 
 def quantize_weight(weight: Tensor, plan: Plan, groupsize: int) -> dict[str, Tensor]:
@@ -241,22 +213,34 @@ def quantize_weight(weight: Tensor, plan: Plan, groupsize: int) -> dict[str, Ten
     return {"weight": steps, "scales": scales, "smoothing": smoothing}
 
 
+def quantized_specs(
+    checkpoint: Checkpoint, plans: dict[str, Plan], groupsize: int
+) -> dict[str, TensorSpec]:
+    """Every tensor of the quantised file, without its numbers."""
+    sources = layers_of(checkpoint)
+    gone = {f"{layer}.weight" for layer in sources}
+    specs = {name: spec for name, spec in checkpoint.specs.items() if name not in gone}
+    for layer, source in sources.items():
+        outputs, inputs = checkpoint.specs[source].shape
+        stored = LINEARS[plans[layer].mode].specs(inputs, outputs, groupsize)
+        specs |= {f"{layer}.{part}": spec for part, spec in stored.items()}
+    return specs
+
+
 def quantized_tensors(
     checkpoint: Checkpoint, plans: dict[str, Plan], groupsize: int
 ) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of the quantised file, with a progress bar over the input's bytes."""
     layers = {source: layer for layer, source in layers_of(checkpoint).items()}
     total = sum(spec.nbytes for spec in checkpoint.specs.values())
-    with tqdm(
-        None, "quantising", total, unit="B", unit_scale=True, disable=None, file=sys.stderr
-    ) as bar:
+    with tqdm(None, "quantising", total, unit="B", unit_scale=True, disable=None) as bar:
         for name, tensor in checkpoint.tensors():
             layer = layers.get(name)
             if layer is not None:
-                finite(tensor, name, checkpoint.path)
+                check_finite(tensor, name, checkpoint.path)
                 parts = quantize_weight(tensor, plans[layer], groupsize)
                 yield from ((f"{layer}.{part}", value) for part, value in parts.items())
-            if name != f"{layer}.weight":  # a tied embedding stays beside the lm_head made of it
+            if name != f"{layer}.weight":  # a tied embedding stays next to the lm_head made of it
                 yield name, tensor
             bar.update(tensor.nbytes)
 
@@ -274,8 +258,7 @@ def quantize_checkpoint(
 ) -> Path:
     """Write the quantised form of a checkpoint and return its path.
 
-    Raises ValueError for what cannot be quantised; nothing is left behind then.
-    """
+    Raises ValueError for what cannot be quantised; nothing is left behind then."""
     if mode not in LINEARS:
         raise ValueError(f"mode {mode!r} is not known: give one of {', '.join(LINEARS)}")
     if groupsize not in GROUPSIZES:
@@ -288,18 +271,11 @@ def quantize_checkpoint(
         raise ValueError(f"{out} is the file to quantise: give another --out")
     check_output("--out", out, [])
     plans = plan_layers(checkpoint, mode)
-    sources = layers_of(checkpoint)
-    gone = {f"{layer}.weight" for layer in sources}
-    specs = {name: spec for name, spec in checkpoint.specs.items() if name not in gone}
-    for layer, source in sources.items():
-        outputs, inputs = checkpoint.specs[source].shape
-        for part, spec in LINEARS[plans[layer].mode].specs(inputs, outputs, groupsize).items():
-            specs[f"{layer}.{part}"] = spec
     write_checkpoint(
         out,
         kind=checkpoint.kind,
         config=checkpoint.config,
-        specs=specs,
+        specs=quantized_specs(checkpoint, plans, groupsize),
         tensors=quantized_tensors(checkpoint, plans, groupsize),
         quantization={
             "mode": mode,
@@ -315,28 +291,27 @@ def describe(before: Path, after: Path, mode: str) -> str:
     """Sizes, and which layers are not in the mode that was asked for."""
     layers = read_checkpoint(after).quantization["layers"]
     sizes = f"{before.stat().st_size / 1e6:.0f} MB -> {after.stat().st_size / 1e6:.0f} MB"
-    text = f"{after}: {sizes}, {len(layers)} linear layers in {mode}"
-    others = sorted({kind_of(layer) for layer, other in layers.items() if other != mode})
+    line = f"{after}: {sizes}, {len(layers)} linear layers in {mode}"
+    others = sorted({role_of(layer) for layer, other in layers.items() if other != mode})
     if others:
-        text += f"; but in int8, where int8 activations cost over {MOST_ERROR:.2%} of the outputs: "
-        text += ", ".join(others)
-    return text
+        line += f"; but in int8, where int8 activations cost over {MOST_ERROR:.2%} of the outputs: "
+        line += ", ".join(others)
+    return line
 
 
-# ---------------------------------------------------------------- quality
+# ---------------------------------------------------------------- judge
 
 
 @torch.inference_mode()
 def predictions(checkpoint: Checkpoint, ids: list[int]) -> tuple[float, Tensor]:
     """Perplexity of the ids, and the greedy choice int64 after each of them."""
-    windows = list(torch.tensor(ids).split(WINDOW))
-    output = load_output(checkpoint, ModelConfig.from_dict(checkpoint.config))
+    windows, output = list(torch.tensor(ids).split(WINDOW)), load_output(checkpoint)
     loss, choices = torch.zeros((), dtype=torch.float64), []
     for window, states in zip(windows, run_blocks(checkpoint, windows, None), strict=True):
-        logits = torch.cat([output(rows) for rows in states.split(64)])
+        logits = torch.cat([output(some) for some in states.split(64)])
         choices.append(logits.argmax(-1))
         loss += F.cross_entropy(logits[:-1], window[1:], reduction="sum")
-    return math.exp(loss / (len(ids) - len(windows))), torch.cat(choices)
+    return float((loss / (len(ids) - len(windows))).exp()), torch.cat(choices)
 
 
 def evaluate(path: Path, against: Path | None) -> Iterator[str]:
@@ -349,10 +324,10 @@ def evaluate(path: Path, against: Path | None) -> Iterator[str]:
     sizes = [each.config["vocab_size"] for each in (checkpoint, original)]
     if sizes[0] != sizes[1]:
         raise ValueError(
-            f"{path} has a vocabulary of {sizes[0]} and {original.path} one of {sizes[1]}: give "
-            "the file it was made from as --against"
+            f"{path} has a vocabulary of {sizes[0]} and {original.path} one of {sizes[1]}: "
+            "give the file it was made from as --against"
         )
-    ids = read_text(original, "evaluation.txt")
+    ids = read_ids(load_tokenizer(original.path.parent), "evaluation.txt")
     before, expected = predictions(original, ids)
     yield f"{original.path}: perplexity {before:.3f} on {len(ids)} tokens"
     after, choices = predictions(checkpoint, ids)
@@ -368,9 +343,9 @@ def main() -> int:
     add("--mode", help=" | ".join(LINEARS))
     sharing = f"int4: weights that share a scale and a zero (default: {GROUPSIZE})"
     add("--groupsize", type=int, help=sharing)
-    add("--out", type=Path, help="the file to write; default: its name with _MODE, beside it")
+    add("--out", type=Path, help="the file to write; default: its name with _MODE, next to it")
     add("--evaluate", type=Path, help="print perplexity and greedy agreement of this file instead")
-    add("--against", type=Path, help="the original; default: talon.safetensors beside --evaluate")
+    add("--against", type=Path, help="the original; default: talon.safetensors next to --evaluate")
     arguments = parser.parse_args()
     if arguments.evaluate is not None and (arguments.checkpoint_path or arguments.mode):
         parser.error("--evaluate takes the file itself: leave out --checkpoint_path and --mode")

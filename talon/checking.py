@@ -1,63 +1,60 @@
-"""."""
+"""The slow path, and who agrees with it: the obvious forward that tests hold the fast one against,
+and `--check`, which holds drafted decoding against plain decoding."""
 
 import math
+from os.path import commonprefix
 
 import torch
 from torch import Tensor
 
-from model import KVCache, Transformer, causal_mask, rope_table
-from talon.decoder import Decoder
-from talon.sampling import SamplingConfig, perturb
+from model import KVCache, Place, Transformer, causal_mask, rope_table
+from talon.decoder import Decoder, Generation
+from talon.sampling import SamplingConfig
 from talon.text import Engine, TextGeneration
 
 
 @torch.inference_mode()
 def full_logits(model: Transformer, ids: list[int]) -> Tensor:
     """fp32 logits [T, V] of every position: the slow, obvious forward, eager and without a kept
-    cache.
-    """
-    c, device = model.config, model.norm.weight.device
-    rows = torch.arange(len(ids), device=device)
-    cache = KVCache(c.n_layer, c.n_kv_head, len(ids), c.head_dim, model.norm.weight.dtype).to(
-        device
-    )
-    table = rope_table(len(ids), c.head_dim, c.rope_theta, c.rope_scaling).to(device)
-    mask = causal_mask(rows[:1], len(ids), rows)
-    x, _ = model(model.tok_embeddings(torch.tensor(ids, device=device)), table, rows, mask, cache)
-    return model.output(model.norm(x)).float()
+    cache."""
+    c, weight = model.config, model.norm.weight
+    cache = KVCache(c.n_layer, c.n_kv_head, len(ids), c.head_dim, weight.dtype).to(weight.device)
+    table = rope_table(len(ids), c.head_dim, c.rope_theta, c.rope_scaling).to(weight.device)
+    slots = torch.arange(len(ids), device=weight.device)
+    place = Place(table, slots, causal_mask(slots[:1], len(ids), slots))
+    hidden, _ = model(torch.tensor(ids, device=weight.device), place, cache)
+    return model.output(hidden).float()
 
 
 def slow_greedy(model: Transformer, ids: list[int], max_new_tokens: int) -> list[int]:
-    """Greedy decoding by the slow path, for tests to hold the fast one against."""
+    """Greedy decoding by the slow path."""
     text = list(ids)
     for _ in range(max_new_tokens):
         text.append(int(full_logits(model, text)[-1].argmax()))
     return text[len(ids) :]
 
 
-# ---------------------------------------------------------------- the check against plain decoding
-
-
 def check_sample(plain: Decoder, text: TextGeneration) -> dict:
-    """Decode the same prompt plainly, to the same end, and compare ids. `gap`: how much higher the
-    plain token's value is than the drafted one's where they first differ, in the logits (or noisy
-    logits) that plain decoding chose by; None where one text only ends earlier or a filter excludes
-    the drafted token.
-    """
+    """Decode the same prompt plainly, to the same end, and compare the ids."""
     run, engine = text.generation, text.engine
     alone = Engine(plain, engine.tokenizer, tuple(engine.eos_ids), engine.card)
-    again = TextGeneration(alone, run.ids, run.sampling, run.budget, text.stop_ids, text.stop)
-    for _ in again:
+    again = Generation(plain, run.ids, run.sampling, run.budget, run.stop_ids)
+    for _ in TextGeneration(alone, again, text.stop):
         pass
-    again = again.generation
-    if run.tokens == again.tokens:
+    return compare_ids(plain, run.ids, run.tokens, again.tokens, run.sampling)
+
+
+def compare_ids(
+    plain: Decoder, ids: list[int], tokens: list[int], wanted: list[int], sampling: SamplingConfig
+) -> dict:
+    """Whether two continuations of `ids` are equal, else where they first differ and the gap there:
+    how much higher the wanted token stands, in the logits (or noisy logits) that plain decoding
+    chose by; None where one of them only ends earlier or a filter excludes the other token."""
+    if tokens == wanted:
         return {"identical": True, "first_difference": None, "gap": None}
-    shorter = min(len(run.tokens), len(again.tokens))
-    first = next((i for i in range(shorter) if run.tokens[i] != again.tokens[i]), shorter)
-    if first == shorter:
-        return {"identical": False, "first_difference": first, "gap": None}
-    ids = run.ids + again.tokens[:first]
-    gap = choice_gap(plain, ids, again.tokens[first], run.tokens[first], run.sampling)
+    first, gap = len(commonprefix([tokens, wanted])), None
+    if first < min(len(tokens), len(wanted)):
+        gap = choice_gap(plain, ids + wanted[:first], wanted[first], tokens[first], sampling)
     return {"identical": False, "first_difference": first, "gap": gap}
 
 
@@ -65,16 +62,11 @@ def choice_gap(
     plain: Decoder, ids: list[int], chosen: int, other: int, sampling: SamplingConfig
 ) -> float | None:
     """How much higher `chosen` stands than `other` after `ids`, in the values that are chosen by;
-    None: infinitely.
-    """
+    None: infinitely."""
     logits = full_logits(plain.model, ids)[-1:]
-    tokens, position = torch.arange(logits.shape[1]), torch.tensor([len(ids)])
-    if sampling.kind != "greedy":
-        plain.sampling.set(sampling)
-        values, columns = perturb(
-            logits, position.to(logits.device), tokens.to(logits.device), plain.sampling,
-            sampling.kind, logits.shape[1],
-        )  # fmt: skip
-        logits = torch.empty_like(values).scatter_(1, columns, values)
-    gap = float(logits[0, chosen] - logits[0, other])
+    tokens = torch.arange(logits.shape[1], device=logits.device)
+    position = torch.tensor([len(ids)], device=logits.device)
+    values, columns = plain.picks.set(sampling).values(logits, position, tokens, logits.shape[1])
+    values = torch.empty_like(values).scatter_(1, columns, values)
+    gap = float(values[0, chosen] - values[0, other])
     return gap if math.isfinite(gap) else None

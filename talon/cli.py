@@ -1,21 +1,34 @@
 """What every command line of the project shares: one-line errors and exit codes.
 
-0 success, 1 a check failed, 2 bad input (one line on standard error), 130 interrupted.
-"""
+0 success, 1 a check failed or the model computes NaN, 2 bad input (one line on standard error), 130
+interrupted (143 or 129 where a signal ended it, as a shell says)."""
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from types import FrameType
 from typing import NoReturn
 
 DEMO = Path("checkpoints/SmolLM2-135M-Instruct/talon.safetensors")
 
 
 def note(text: str) -> None:
-    """Everything but a command's result goes to standard error."""
-    print(text, file=sys.stderr, flush=True)
+    """Everything but a command's result goes to standard error; what that cannot take is lost."""
+    with suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
+
+
+def announce(text: str) -> None:
+    """A command's last word on standard output; its work is done, even where that is full."""
+    try:
+        print(text, flush=True)
+    except OSError as error:
+        abandon_stdout()
+        note(f"note: standard output cannot be written ({error.strerror}): {text}")
 
 
 class Help(argparse.ArgumentDefaultsHelpFormatter):
@@ -38,9 +51,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def prepare_streams() -> None:
-    """Give the program streams that never fail on a character, whatever locale and shell left it
-    with.
-    """
+    """Give the program streams that never fail on a character, whatever locale and shell it has."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:  # closed by the shell, as in `>&-`
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))
@@ -50,9 +61,7 @@ def prepare_streams() -> None:
 
 
 def abandon_stdout() -> None:
-    """Drop what standard output could not take, or the interpreter would try and complain once more
-    at its end.
-    """
+    """Drop what standard output could not take, or the interpreter would try again at its end."""
     try:
         sys.stdout.flush()
     except OSError:
@@ -70,7 +79,7 @@ def one_line(error: Exception) -> str:
 
 def check_output(flag: str, path: Path, inputs: list[Path]) -> None:
     """Refuse an output that cannot be written before the work is done, not after."""
-    given = f"{flag} {path}"
+    given, path = f"{flag} {path}", Path(os.path.realpath(path))
     try:
         if path.is_dir():
             raise ValueError(f"{given} is a directory: give the name of a file")
@@ -91,11 +100,17 @@ def check_output(flag: str, path: Path, inputs: list[Path]) -> None:
         ) from None
 
 
+def interrupt(number: int, frame: FrameType | None) -> NoReturn:
+    """A signal that ends the process becomes Ctrl-C: what is half done is taken back."""
+    raise KeyboardInterrupt(number)
+
+
 def run(main: Callable[[], int]) -> NoReturn:
-    """Run a command's main and leave with its exit code; a user's mistake never becomes a
-    traceback.
-    """
+    """Run a command's main and leave with its exit code; a user's mistake is never a traceback."""
     prepare_streams()
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) == signal.SIG_DFL:  # nohup ignores one
+            signal.signal(number, interrupt)
     try:
         code = main()
         sys.stdout.flush()
@@ -103,9 +118,13 @@ def run(main: Callable[[], int]) -> NoReturn:
         abandon_stdout()
         if isinstance(error, BrokenPipeError):  # the reader left, as in `| head`
             sys.exit(0)
-        print(f"error: {one_line(error)}", file=sys.stderr)
+        note(f"error: {one_line(error)}")
         code = 2
-    except KeyboardInterrupt:
-        print(file=sys.stderr)
-        code = 130
+    except FloatingPointError as error:
+        abandon_stdout()
+        note(f"error: {one_line(error)}")
+        code = 1
+    except KeyboardInterrupt as error:
+        note("")
+        code = 128 + (error.args[0] if error.args else signal.SIGINT)
     sys.exit(code)

@@ -1,8 +1,14 @@
-"""."""
+"""What is compiled, captured, replayed and timed.
 
+Regions, not the whole model, are compiled: a transformer block serves all layers, a draft level all
+levels. On a GPU the pieces of a round are then captured together in one CUDA graph. Leaves out:
+what a round consists of (talon/decoder.py)."""
+
+import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from inspect import signature
 from types import FunctionType
 
 import torch
@@ -10,13 +16,19 @@ from torch import Tensor
 
 
 def guards_of_arguments(guards: list) -> list[bool]:
-    """Which of a region's guards to keep: those of the arguments themselves (`rows`, `nodes[0]`)
-    and of shapes and global state, which have no name.
+    """Which of a region's guards to keep: those of the arguments themselves (`above`, `at.length`,
+    `features[0]`: of tuples also their members) and of shapes and global state, which have no name.
 
-    Those of globals and of what hangs on an object (`model.layers`, `cache.data`) are dropped: to
+    Those of globals and of what hangs on an object (`head._modules`, `pick.seed`) are dropped: to
     look at every weight again would take a noticeable part of a round. A decoder never replaces
     them; a weight or a hook put in later is not seen, which takes a new Decoder."""
-    return [not guard.is_global and "." not in guard.name for guard in guards]
+    tuples = {g.name for g in guards if g.has_value and isinstance(g.value, tuple)}
+
+    def of_argument(name: str) -> bool:
+        owner = name.partition("[")[0].rpartition(".")[0]  # "" for an argument, `at` for at.length
+        return not owner or owner in tuples
+
+    return [not guard.is_global and of_argument(guard.name) for guard in guards]
 
 
 INDUCTOR_OPTIONS = {
@@ -32,11 +44,9 @@ INDUCTOR_OPTIONS = {
 
 
 def compile_region(function: Callable) -> Callable:
-    """One compilation per shape; the length bucket is dynamic, and never a fallback to eager inside
-    a region.
-
-    Tuning and measuring run many trees in one process, so many shapes are no sign of a mistake
-    here."""
+    """One compilation per shape; the length bucket is dynamic, and there is never a fallback to
+    eager inside a region. Tuning and measuring run many trees in one process, so many shapes are no
+    sign of a mistake here."""
     # Compiled code is kept per code object and found by trying one after another: a copy of its own
     # keeps a decoder from searching through what other decoders of the process compiled.
     own = FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
@@ -46,20 +56,29 @@ def compile_region(function: Callable) -> Callable:
     return torch.compile(own, fullgraph=True, dynamic=False, options=dict(INDUCTOR_OPTIONS))
 
 
+def as_it_is(function: Callable) -> Callable:
+    """Instead of `compile_region`, to run eagerly."""
+    return function
+
+
+Events = list[tuple[str, torch.cuda.Event]]
+
+
 class PhaseClock:
     """Seconds per phase of a round. On a GPU the marks are events inside the graph, read after its
-    replay.
-    """
+    replay."""
 
     def __init__(self, device: torch.device) -> None:
-        self.seconds = {"draft": 0.0, "verify": 0.0}
-        self.last = 0.0
-        self.events: list[tuple[str, torch.cuda.Event]] = []
         self.on_gpu = device.type == "cuda"
+        self.events: Events = []
+        self.last = 0.0
+        self.reset()
+
+    def reset(self) -> None:
+        self.seconds = {"draft": 0.0, "verify": 0.0}
 
     def start(self) -> None:
-        if self.on_gpu:
-            self.events = []
+        self.events = []
         self.mark("start")
 
     def mark(self, phase: str) -> None:
@@ -74,10 +93,11 @@ class PhaseClock:
             self.seconds[phase] += now - self.last
         self.last = now
 
-    def read(self, events: list[tuple[str, torch.cuda.Event]]) -> None:
-        """Add what the last replay of a graph measured; the graph must have finished."""
+    def read(self, events: Events, rounds: int) -> None:
+        """Let the last replay of a graph, which must have finished, stand for `rounds` of them: to
+        read each would wait."""
         for (_, before), (phase, after) in zip(events, events[1:], strict=False):
-            self.seconds[phase] += before.elapsed_time(after) / 1e3
+            self.seconds[phase] += rounds * before.elapsed_time(after) / 1e3
 
 
 @dataclass
@@ -85,20 +105,63 @@ class Graph:
     """A captured round, and the timing events inside it."""
 
     cuda: torch.cuda.CUDAGraph
-    events: list[tuple[str, torch.cuda.Event]]
+    events: Events
+
+
+class Recorder:
+    """Captures the rounds of a decoder, all in one pool of memory: no two run at once, and what a
+    round leaves lies in the decoder's own buffers. The largest, captured first, serves the rest."""
+
+    def __init__(self, clock: PhaseClock, compiled: bool) -> None:
+        self.clock, self.pool = clock, torch.cuda.graph_pool_handle()
+        self.stream = torch.cuda.Stream()
+        # Newer releases can tell at a replay that an input was freed; but they watch the capture by
+        # a dispatch mode, under which compiled regions refuse to run.
+        known = "check_input_liveness" in signature(torch.cuda.graph).parameters
+        self.options = {"check_input_liveness": True} if known and not compiled else {}
+
+    def capture(self, step: Callable[[], None], state: Sequence[Tensor]) -> Graph:
+        """Record a round. It is rehearsed first, which compiles: the rehearsal may write slots that
+        are not committed, and `state` is given back what it held."""
+        before = [tensor.clone() for tensor in state]
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            step()
+        torch.cuda.current_stream().wait_stream(self.stream)
+        for tensor, value in zip(state, before, strict=True):
+            tensor.copy_(value)
+        graph, collecting = torch.cuda.CUDAGraph(), gc.isenabled()
+        gc.disable()  # to destroy a dead decoder's graphs now would break the capture
+        try:
+            with torch.cuda.graph(graph, self.pool, self.stream, **self.options):
+                step()
+        finally:
+            if collecting:
+                gc.enable()
+        return Graph(graph, self.clock.events)
 
 
 @dataclass
 class Launched:
-    """A round under way: on a GPU its report is still being copied."""
+    """A round under way: on a GPU its result is still being copied."""
 
-    report: Tensor
+    result: Tensor  # int64 [1 + tokens]: how many are new, then the tokens, padded
     done: torch.cuda.Event | None = None
-    events: list[tuple[str, torch.cuda.Event]] = field(default_factory=list)
+    events: Events = field(default_factory=list)
 
     def tokens(self) -> list[int]:
         """Wait for the round; its new tokens, the bonus last."""
         if self.done is not None:
             self.done.synchronize()
-        count, *tokens = self.report.tolist()
+        count, *tokens = self.result.tolist()
         return tokens[:count]
+
+
+def replay(graph: Graph, result: Tensor) -> Launched:
+    """Start a captured round, and the copy of what it will leave in `result` to the host."""
+    graph.cuda.replay()
+    host = torch.empty(result.shape, dtype=result.dtype, pin_memory=True)
+    host.copy_(result, non_blocking=True)
+    done = torch.cuda.Event()
+    done.record()
+    return Launched(host, done, graph.events)

@@ -1,9 +1,11 @@
-"""From files to modules: read, check, fit together, and plan the memory before anything is loaded.
+"""From files to modules: read, check, fit together.
 
 Nothing is inferred from a name and nothing is left to chance: every parameter has its tensor, from
 its own file or borrowed from the target by rule; what does not fit is refused with both numbers.
-Leaves out: reading other projects' files (convert_hf_checkpoint.py), decoding (engine.py)."""
+Leaves out: other projects' files (convert_hf_checkpoint.py), how much memory that takes
+(talon/memory.py), decoding (talon/decoder.py)."""
 
+import functools
 import platform
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -12,38 +14,46 @@ import torch
 from torch import Tensor, nn
 
 from eagle_draft import DraftConfig, DraftHead, default_feature_layers
-from model import ModelConfig, Transformer
-from talon.checkpoint import Checkpoint, read_checkpoint
-from talon.kernels.linear import QuantizedLinear, pack, swap_linears
-from talon.tokenizer import TOKENIZER_FILES, Tokenizer, load_tokenizer
+from model import Attention, ModelConfig, Transformer
+from talon.checkpoint import DTYPES, Checkpoint, read_checkpoint
+from talon.cli import note
+from talon.kernels import cpu_kernels
+from talon.tokenizer import Tokenizer, find_vocabulary, load_tokenizer
 from talon.trees import NO_TREE, PRESETS, Tree, parse_tree
-
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-
 
 # ---------------------------------------------------------------- where and how precisely
 
 
 def pick_device(name: str) -> torch.device:
+    """The device of that name; a GPU is made ready."""
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
     except RuntimeError:
         raise ValueError(f"device {name!r} is not known: give auto, cpu or cuda") from None
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(
-            "device cuda was asked for but torch finds no GPU: give --device cpu or auto"
-        )
+        raise ValueError(f"device {name} is asked for, but torch finds no GPU: give --device cpu")
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"device {name!r} is not supported: give auto, cpu or cuda")
+    if device.type == "cuda":
+        make_ready(device)
     return device
+
+
+def make_ready(gpu: torch.device) -> None:
+    """Settings of torch for a GPU, in this one place. Parts of a sum are not rounded to 16 bits:
+    how many there are differs between one row and many, and near ties would flip. Streams and
+    graphs are made on the current GPU, so this is to be it."""
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+    if gpu.index is not None:
+        torch.cuda.set_device(gpu)
 
 
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:
     """auto: fp32 on a CPU, where it is exact and not slower; on a GPU bf16, or fp16 where bf16 is
-    emulated.
-    """
+    emulated."""
     if name not in ("auto", *DTYPES):
         raise ValueError(f"dtype {name!r} is not known: give auto, {', '.join(DTYPES)}")
     if name != "auto":
@@ -60,69 +70,82 @@ def device_name(device: torch.device) -> str:
     return f"cpu ({platform.machine()}, {torch.get_num_threads()} threads, {level})"
 
 
-def precision_name(file: Checkpoint, precision: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
+    return next(name for name, value in DTYPES.items() if value == dtype)
+
+
+def precision_name(file: Checkpoint, dtype: torch.dtype) -> str:
+    """Such as fp32, or int8/bf16."""
     mode = (file.quantization or {}).get("mode")
-    return "/".join(
-        filter(None, (mode, next(name for name, value in DTYPES.items() if value == precision)))
-    )
+    return "/".join(filter(None, (mode, dtype_name(dtype))))
 
 
 # ---------------------------------------------------------------- files
 
 
-def read_kind(path: str | Path, kind: str) -> Checkpoint:
-    """Read a file's header and refuse a head where a target belongs, and the reverse."""
+@dataclass(frozen=True)
+class Files:
+    """A target's file and perhaps a head's, opened once: read, parsed and matched."""
+
+    target: Checkpoint
+    config: ModelConfig
+    tokenizer: Tokenizer | None  # None: there is none next to the target, and ids must do
+    head: Checkpoint | None = None
+    head_config: DraftConfig | None = None  # with its feature layers resolved
+
+    def with_head(self, path: str | Path) -> "Files":
+        """The same target with the head of another file; refused if it cannot belong to it."""
+        head, config = read_file(path, "draft")
+        return replace(self, head=head, head_config=fit_head(path, config, self.config))
+
+
+def open_files(target: str | Path, head: str | Path | None = None) -> Files:
+    """Read the headers of both files and the tokenizer next to the target's."""
+    checkpoint, config = read_file(target, "target")
+    files = Files(checkpoint, config, find_tokenizer(checkpoint.path.parent, config))
+    return files if head is None else files.with_head(head)
+
+
+def read_file(path: str | Path, kind: str) -> tuple[Checkpoint, ModelConfig | DraftConfig]:
+    """A file's header and its configuration. A head where a target belongs is refused, and the
+    reverse, and metadata that the converter does not write."""
     checkpoint = read_checkpoint(path)
     if checkpoint.kind != kind:
         flag = {"target": "--draft_checkpoint_path", "draft": "--checkpoint_path"}[kind]
         dim, vocab = checkpoint.config.get("dim"), checkpoint.config.get("vocab_size")
         raise ValueError(
-            f"{path} is a {checkpoint.kind} (hidden size {dim}, vocabulary {vocab}) where a "
-            f"{kind} is needed: "
-            f"give it as {flag}"
+            f"{path} is a {checkpoint.kind} (hidden size {dim}, vocabulary {vocab}) where a {kind} "
+            f"is needed: give it as {flag}"
         )
-    check_config(checkpoint)
-    return checkpoint
-
-
-def check_config(checkpoint: Checkpoint) -> None:
-    """Refuse metadata that the converter does not write, before anything is built from it."""
-    kind = {"target": ModelConfig, "draft": DraftConfig}[checkpoint.kind]
+    damage = f"{path} has a damaged configuration"
     try:
-        config = kind.from_dict(checkpoint.config)
+        config = {"target": ModelConfig, "draft": DraftConfig}[kind].from_dict(checkpoint.config)
     except (TypeError, AttributeError, ValueError) as error:
-        raise ValueError(
-            f"{checkpoint.path} has a damaged configuration ({error}): convert it again"
-        ) from None
+        raise ValueError(f"{damage} ({error}): convert it again") from None
     for field in fields(config):
         value = getattr(config, field.name)
         if field.type is int and not (type(value) is int and value > 0):
-            raise ValueError(
-                f"{checkpoint.path} has a damaged configuration ({field.name} is {value!r}): "
-                "convert it again"
-            )
+            raise ValueError(f"{damage} ({field.name} is {value!r}): convert it again")
+    return checkpoint, config
 
 
 def fit_context(asked: int | None, config: ModelConfig, default: int = 4096) -> int:
     """The context to provide for, which the model's own limit bounds."""
-    if asked is not None and not 2 <= asked <= config.max_seq_length:
-        raise ValueError(
-            f"max_seq_length {asked} is not allowed: the model was made for 2 to "
-            f"{config.max_seq_length}"
-        )
-    return asked or min(config.max_seq_length, default)
+    limit = config.max_seq_length
+    if asked is not None and not 2 <= asked <= limit:
+        raise ValueError(f"max_seq_length {asked} is not allowed: this model takes 2 to {limit}")
+    return asked or min(limit, default)
 
 
 def find_tokenizer(directory: Path, config: ModelConfig) -> Tokenizer | None:
-    """The tokenizer beside a checkpoint; None if there is none at all, for use with ids."""
-    if not any((directory / name).exists() for name in TOKENIZER_FILES):
+    """The tokenizer in a checkpoint's directory; None if there is none at all, for use with ids."""
+    if find_vocabulary(directory) is None:
         return None
     tokenizer = load_tokenizer(directory)
     if tokenizer.vocab_size > config.vocab_size:
         raise ValueError(
             f"the tokenizer in {directory} has ids up to {tokenizer.vocab_size - 1}, but the "
-            "model's embedding "
-            f"only {config.vocab_size} rows: put the tokenizer of this very model there"
+            f"model's embedding only {config.vocab_size} rows: put this model's own tokenizer there"
         )
     return tokenizer
 
@@ -131,53 +154,54 @@ def find_tokenizer(directory: Path, config: ModelConfig) -> Tokenizer | None:
 
 
 def fill(
-    module: nn.Module, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype
+    module: nn.Module,
+    checkpoint: Checkpoint,
+    device: torch.device,
+    dtype: torch.dtype,
+    prefix: str = "",
 ) -> None:
-    """Give every parameter of a module on the meta device its tensor: each exactly one, none left
-    over.
-    """
-    wanted = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
-    missing, unused = (
-        wanted.keys() - checkpoint.specs.keys(),
-        checkpoint.specs.keys() - wanted.keys(),
-    )
-    if missing or unused:
-        raise ValueError(
-            f"{checkpoint.path}: the file does not match its own configuration (missing: "
-            f"{sorted(missing)[:3] or 'none'}, unused: {sorted(unused)[:3] or 'none'}): convert "
-            "it again"
-        )
-    for name, shape in wanted.items():
-        if checkpoint.specs[name].shape != shape:
+    """Give every parameter of a module on the meta device its tensor: each exactly one of those
+    under `prefix`, none left over."""
+    wanted = {prefix + name: tuple(t.shape) for name, t in module.state_dict().items()}
+    found = {n: spec.shape for n, spec in checkpoint.specs.items() if n.startswith(prefix)}
+    for name in sorted(wanted.keys() | found.keys()):
+        if wanted.get(name) != found.get(name):
             raise ValueError(
-                f"{checkpoint.path}: {name} has shape {list(checkpoint.specs[name].shape)}, but "
-                "the file's "
-                f"configuration says {list(shape)}: convert it again"
+                f"{checkpoint.path} does not match its own configuration ({name} is "
+                f"{found.get(name, 'missing')} in the file, {wanted.get(name, 'unused')} by the "
+                "configuration): convert it again"
             )
+    # A quantised layer's numbers stay as they are stored; packing gives them the device's form.
     quantized = tuple(f"{layer}." for layer in (checkpoint.quantization or {}).get("layers", {}))
     state = {}
-    for name, tensor in checkpoint.tensors():
-        # The numbers of a quantised layer stay as they are stored; packing gives them the device's
-        # form.
-        cast = tensor.is_floating_point() and not name.startswith(quantized or ("\0",))
-        state[name] = tensor.to(device=device, dtype=dtype if cast else tensor.dtype)
+    for name in wanted:
+        tensor = checkpoint.tensor(name)
+        cast = tensor.is_floating_point() and not name.startswith(quantized)
+        state[name.removeprefix(prefix)] = tensor.to(device, dtype if cast else tensor.dtype)
     module.load_state_dict(state, strict=True, assign=True)
     module.requires_grad_(False).eval()
 
 
-def load_target(
-    checkpoint: Checkpoint,
-    device: torch.device,
-    dtype: torch.dtype,
-    pack_for: torch.device | None = None,
-) -> Transformer:
-    """The model of a target file, its quantised linears swapped in and packed for the device, or
-    for another one that it will be moved to.
-    """
-    config = ModelConfig.from_dict(checkpoint.config)
+def empty_module(
+    kind: type[nn.Module], config: ModelConfig | DraftConfig, checkpoint: Checkpoint
+) -> nn.Module:
+    """A target or a head on the meta device, its quantised linears swapped in."""
     with torch.device("meta"):
-        model = Transformer(config)
-    swap_linears(model, checkpoint.quantization)
+        module = kind(config)
+    if checkpoint.quantization:
+        from talon.kernels.linear import swap_linears  # which only quantised files need
+
+        swap_linears(module, checkpoint.quantization)
+    return module
+
+
+def load_target(
+    files: Files, device: torch.device, dtype: torch.dtype, pack_for: torch.device | None = None
+) -> Transformer:
+    """The model of a target file, its operators those of the device, or of another one that it will
+    be moved to."""
+    config, checkpoint = files.config, files.target
+    model = empty_module(Transformer, config, checkpoint)
     tied = config.tied and "output.weight" not in checkpoint.specs
     if tied:
         model.output = None
@@ -185,51 +209,73 @@ def load_target(
     if tied:
         model.output = nn.Linear(config.dim, config.vocab_size, bias=False, device="meta")
         model.output.weight = model.tok_embeddings.weight
-    pack(model, pack_for or device, dtype)
+    choose_operators(model, pack_for or device, dtype)
     return model
 
 
-def fit_head(checkpoint: Checkpoint, target: ModelConfig) -> DraftConfig:
+@functools.cache
+def has_cpu_operators() -> bool:
+    """Whether the CPU operators for a few rows can be compiled here; why not is said once."""
+    try:
+        cpu_kernels.load()
+    except ValueError as error:
+        note(f"note: {error}; torch's own operators are used, which are slower for a few rows")
+        return False
+    return True
+
+
+def choose_operators(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+    """Let a module's linear layers and attention run by what `device` has for a few rows; dtype is
+    that of the activations. In place; what has been done is not done again.
+
+    No other place rewires modules."""
+    for layer in module.modules():
+        if hasattr(layer, "pack"):  # a quantised one
+            layer.pack(device, dtype)
+    if device.type != "cpu" or dtype != torch.float32 or not has_cpu_operators():
+        return
+    for parent in list(module.modules()):
+        if isinstance(parent, Attention):
+            parent.attend = cpu_kernels.attend_rows
+        for name, child in list(parent.named_children()):
+            if type(child) is nn.Linear and child.weight.dtype == torch.float32:
+                setattr(parent, name, cpu_kernels.RowsLinear(child))
+
+
+def fit_head(path: str | Path, head: DraftConfig, target: ModelConfig) -> DraftConfig:
     """The head's configuration with its feature layers resolved, refused if it cannot belong to
-    this target.
-    """
-    c = DraftConfig.from_dict(checkpoint.config)
-    hidden = c.dim if c.family == "eagle1" else c.target_dim
+    this target."""
+    hidden = head.dim if head.family == "eagle1" else head.target_dim
     for what, mine, theirs in (
         ("hidden size", hidden, target.dim),
-        ("vocabulary", c.vocab_size, target.vocab_size),
+        ("vocabulary", head.vocab_size, target.vocab_size),
     ):
         if mine != theirs:
             raise ValueError(
-                f"{checkpoint.path} was made for a target with {what} {mine}, but this target has "
-                f"{theirs}: "
+                f"{path} was made for a target with {what} {mine}, but this target has {theirs}: "
                 "use the head that was trained for it"
             )
-    if not c.own_embedding and c.dim != target.dim:
+    if not head.own_embedding and head.dim != target.dim:
         raise ValueError(
-            f"{checkpoint.path} has hidden size {c.dim} and no embedding of its own, but the "
-            "target's has "
+            f"{path} has hidden size {head.dim} and no embedding of its own, but the target's has "
             f"{target.dim}: the head file is incomplete"
         )
-    if c.family == "eagle3":
-        layers = c.feature_layers or default_feature_layers(target.n_layer)
-        if min(layers) < 0 or max(layers) > target.n_layer:
-            raise ValueError(
-                f"{checkpoint.path} reads layers {list(layers)}, but this target has only "
-                f"{target.n_layer}"
-            )
-        c = replace(c, feature_layers=layers)
-    return c
+    if head.family == "eagle1":
+        return head
+    layers = head.feature_layers or default_feature_layers(target.n_layer)
+    if min(layers) < 0 or max(layers) > target.n_layer:
+        raise ValueError(
+            f"{path} reads layers {list(layers)}, but this target has only {target.n_layer}"
+        )
+    return replace(head, feature_layers=layers)
 
 
 def load_head(
-    checkpoint: Checkpoint, model: Transformer, device: torch.device, dtype: torch.dtype
+    files: Files, model: Transformer, device: torch.device, dtype: torch.dtype
 ) -> DraftHead:
     """A head in the target's compute dtype; what its file lacks is borrowed from the target."""
-    config = fit_head(checkpoint, model.config)
-    with torch.device("meta"):
-        head = DraftHead(config)
-    swap_linears(head, checkpoint.quantization)
+    config, checkpoint = files.head_config, files.head
+    head = empty_module(DraftHead, config, checkpoint)
     identity = "d2t" not in checkpoint.specs
     if identity and config.draft_vocab_size != config.vocab_size:
         raise ValueError(
@@ -239,9 +285,8 @@ def load_head(
         del head.d2t
     fill(head, checkpoint, device, dtype)
     if identity:
-        head.register_buffer(
-            "d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64, device=device)
-        )
+        zeros = torch.zeros(config.draft_vocab_size, dtype=torch.int64, device=device)
+        head.register_buffer("d2t", zeros)
     ids = head.target_ids
     if int(ids.min()) < 0 or int(ids.max()) >= config.vocab_size:
         raise ValueError(
@@ -251,62 +296,50 @@ def load_head(
         head.tok_embeddings = model.tok_embeddings
     if not config.own_output:
         head.output = model.output if identity else rows_of(model.output, ids)
-    pack(head, device, dtype)
+    choose_operators(head, device, dtype)
     return head
 
 
 def rows_of(linear: nn.Module, ids: Tensor) -> nn.Module:
     """The target's lm_head reduced to the rows of a draft vocabulary; a quantised one stays so."""
-    if isinstance(linear, QuantizedLinear):
+    if hasattr(linear, "rows_of"):
         return linear.rows_of(ids)
     reduced = nn.Linear(linear.in_features, ids.shape[0], bias=False, device="meta")
     reduced.weight = nn.Parameter(linear.weight[ids], requires_grad=False)
     return reduced
 
 
-def head_card(checkpoint: Checkpoint, head: DraftHead) -> str:
+def head_card(c: DraftConfig) -> str:
     """What a user needs to see to know that the right head was read in the right way."""
-    c = head.config
-    levels = c.feature_layers or ()
-    captured = (
-        f"inputs of layers {list(levels)} = outputs of layers {[i - 1 for i in levels]}"
-        if levels
-        else "state after the final norm"
-    )
-    switches = (
-        "norm_before_residual",
-        "norm_before_fc",
-        "fc_norm",
-        "norm_output",
-        "fc_bias",
-        "qkv_bias",
-    )
-    borrowed = [
-        name for name, own in (("embedding", c.own_embedding), ("lm_head", c.own_output)) if not own
-    ]
+    layers = c.feature_layers
+    captured = "state after the final norm"
+    if layers:
+        outputs = [layer - 1 for layer in layers]
+        captured = f"inputs of layers {list(layers)} = outputs of layers {outputs}"
+    switches = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+    switches = [name for name in (*switches, "fc_bias", "qkv_bias") if getattr(c, name)]
+    owned = (("embedding", c.own_embedding), ("lm_head", c.own_output))
+    borrowed = [name for name, own in owned if not own]
     return (
         f"head: {c.family} ({c.source_format} format), features: {captured}, "
-        f"variants: {', '.join(s for s in switches if getattr(c, s)) or 'none'}, "
-        f"RoPE base {c.rope_theta:g} ({c.rope_source}), draft vocabulary {c.draft_vocab_size} of "
-        f"{c.vocab_size}, "
-        f"trained to {c.max_seq_length} positions, from the target: "
-        f"{', '.join(borrowed) or 'nothing'}"
+        f"variants: {', '.join(switches) or 'none'}, RoPE base {c.rope_theta:g} "
+        f"({c.rope_source}), draft vocabulary {c.draft_vocab_size} of {c.vocab_size}, trained to "
+        f"{c.max_seq_length} positions, from the target: {', '.join(borrowed) or 'nothing'}"
     )
 
 
-def fit_tree(text: str, head: DraftConfig | None) -> Tree:
-    """The tree to use; `auto` takes the preset of the head's family, cut to what its vocabulary can
-    fill.
-    """
+def fit_tree(asked: Tree | None, head: DraftConfig | None) -> Tree:
+    """The tree to use, refused where the head cannot fill it. None, which is `--tree auto`, takes
+    the preset of the head's family."""
     if head is None:
-        tree = NO_TREE if text == "auto" else parse_tree(text)
+        tree = asked or NO_TREE
         if tree.needs_head:
             raise ValueError(
-                f"tree {text!r} needs a head: give --draft_checkpoint_path, or --tree none or "
+                f"tree {tree.name!r} needs a head: give --draft_checkpoint_path, or --tree none or "
                 "lookup:5"
             )
         return tree
-    tree = parse_tree(PRESETS[head.family] if text == "auto" else text)
+    tree = asked or parse_tree(PRESETS[head.family])
     if tree.levels > 64 or tree.nodes > 1024:
         raise ValueError(
             f"tree {tree.name} has {tree.nodes} nodes and {tree.levels} levels: give 1024 and 64 "
@@ -315,96 +348,7 @@ def fit_tree(text: str, head: DraftConfig | None) -> Tree:
     size = head.draft_vocab_size
     if tree.top_k > size:
         raise ValueError(
-            f"tree {tree.name} asks for {tree.top_k} children of a node, but the head's "
-            f"vocabulary has {size}: "
-            f"lower top_k to {size} or less"
+            f"tree {tree.name} asks for {tree.top_k} children of a node, but the head's vocabulary "
+            f"has {size}: lower top_k to {size} or less"
         )
     return tree
-
-
-# ---------------------------------------------------------------- the memory plan
-
-
-@dataclass(frozen=True)
-class MemoryPlan:
-    """Bytes that a decoder will hold. `available` is None where the system does not say."""
-
-    target: int
-    head: int
-    caches: int
-    workspace: int
-    available: int | None = None
-
-    @property
-    def total(self) -> int:
-        return self.target + self.head + self.caches + self.workspace
-
-    def check(self) -> None:
-        if self.available is None or self.total <= self.available:
-            return
-        raise ValueError(
-            f"this needs {gigabytes(self.total)} (target {gigabytes(self.target)}, head "
-            f"{gigabytes(self.head)}, "
-            f"caches {gigabytes(self.caches)}, workspace {gigabytes(self.workspace)}) but the "
-            "device has "
-            f"{gigabytes(self.available)} free: quantise with quantize.py --mode int8 or int4, or "
-            "lower "
-            "--max_seq_length"
-        )
-
-
-def gigabytes(count: int) -> str:
-    return f"{count / 1e9:.2f} GB"
-
-
-def loaded_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> int:
-    """Bytes of a file's tensors once loaded: floating point ones outside quantised layers in the
-    compute dtype.
-    """
-    quantized = tuple(f"{layer}." for layer in (checkpoint.quantization or {}).get("layers", {}))
-    total = 0
-    for name, spec in checkpoint.specs.items():
-        cast = spec.dtype.is_floating_point and not name.startswith(quantized or ("\0",))
-        size = dtype.itemsize if cast else spec.dtype.itemsize
-        total += size * torch.Size(spec.shape).numel()
-    return total
-
-
-def plan_memory(
-    target: Checkpoint,
-    head: Checkpoint | None,
-    max_seq_length: int,
-    tree: Tree,
-    dtype: torch.dtype,
-    available: int | None,
-    chunk: int = 256,
-) -> MemoryPlan:
-    """What decoding will need, from the files' headers alone."""
-    c = ModelConfig.from_dict(target.config)
-    rows = tree.cache_rows(max_seq_length, chunk)
-    caches = 2 * c.n_layer * c.n_kv_head * c.head_dim * rows * dtype.itemsize
-    if head is not None:
-        d = DraftConfig.from_dict(head.config)
-        caches += 2 * d.n_kv_head * d.head_dim * rows * dtype.itemsize
-    scores = 2 * c.n_head * chunk * rows * 4  # attention of one prefill chunk, in fp32
-    logits = 3 * tree.nodes * c.vocab_size * 4  # of a tree, with noise and filter beside them
-    hidden = 8 * chunk * c.intermediate_size * dtype.itemsize
-    return MemoryPlan(
-        loaded_bytes(target, dtype),
-        loaded_bytes(head, dtype) if head else 0,
-        caches,
-        scores + logits + hidden,
-        available,
-    )
-
-
-def available_memory(device: torch.device) -> int | None:
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    try:
-        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return None

@@ -1,52 +1,17 @@
 """Prompts for measuring: the sets that ship with the project, or any FastChat-style question.jsonl.
 
-One JSON object a line: `question_id`, `category` and `turns`, a list of user messages of which the
-first is used. What `--tree auto` is tuned on is never what the benchmark measures by itself. Leaves
-out: what is measured with them (benchmark.py, tuning.py).
-"""
+One JSON object a line: `turns`, a list of user messages of which the first is used, or `prompt`,
+one message; `question_id` and `category` where the set has them. What `--tree auto` is tuned on is
+never what the benchmark measures by itself.
+
+Leaves out: what is measured with them (benchmark.py, talon/tuning, train_draft.py)."""
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from model import ModelConfig
 from talon.tokenizer import Tokenizer, is_text
-
-
-def read_lines(path: Path) -> list[dict]:
-    """The objects of a JSON lines file; ValueError names the line that is none."""
-    rows: list[dict] = []
-    for number, line in enumerate(path.read_bytes().splitlines(), 1):
-        try:
-            row = json.loads(line) if line.strip() else {}
-            reason = None if isinstance(row, dict) else "it is no object"
-        except (ValueError, RecursionError) as error:  # not JSON, or not UTF-8
-            reason = str(error)
-        if reason:
-            raise ValueError(
-                f"{path} line {number} is not a JSON object in UTF-8 ({reason}): "
-                "one conversation a line is expected"
-            )
-        rows += [row] if row else []
-    return rows
-
-
-def read_prompts(path: Path, tokenizer: Tokenizer) -> list[list[int]]:
-    """Prompts of the first turns: {"turns": [...]} as MT-bench has them, or {"prompt": "..."}."""
-    prompts = []
-    for row in read_lines(path):
-        turns = row.get("turns")
-        text = turns[0] if isinstance(turns, list) and turns else row.get("prompt")
-        if not isinstance(text, str):
-            raise ValueError(
-                f'{path}: question {len(prompts) + 1} has neither "turns", a list of texts, nor '
-                '"prompt", a text'
-            )
-        prompts.append(tokenizer.encode_chat([{"role": "user", "content": text}]))
-    if not prompts:
-        raise ValueError(f"{path} holds no question")
-    return prompts
-
 
 DATA = Path(__file__).with_name("data")  # what ships: prompts, and texts to quantise by
 BUILT_IN = DATA / "benchmark_prompts.jsonl"  # 32
@@ -61,20 +26,47 @@ class Question:
     text: str
 
 
+def json_lines(path: Path) -> Iterator[tuple[int, dict, str]]:
+    """Number and object of every line of a JSON lines file that is not empty. Where a line is no
+    object, the third part says why. A byte order mark is no part of the text."""
+    try:
+        with path.open(encoding="utf-8-sig") as file:
+            lines = list(file)
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} is not UTF-8 text: save it as UTF-8") from None
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            yield number, {}, f"not JSON ({error})"
+        else:
+            is_object = isinstance(value, dict)
+            yield number, value if is_object else {}, "" if is_object else "not a JSON object"
+
+
+def read_lines(path: Path) -> list[dict]:
+    """The objects of a JSON lines file; ValueError names the first line that is none."""
+    rows = []
+    for number, row, problem in json_lines(path):
+        if problem:
+            raise ValueError(f"{path}, line {number}: {problem}: give one JSON object a line")
+        rows.append(row)
+    return rows
+
+
 def read_questions(path: Path) -> tuple[list[Question], list[str]]:
     """The questions of a file, and one sentence for every line that is not one."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except UnicodeDecodeError:
-        raise ValueError(f"question file {path} is not UTF-8 text: save it as UTF-8") from None
     questions, problems = [], []
-    for number, line in enumerate(lines, start=1):
-        if line.strip():
-            parsed = parse_question(number, line)
-            if isinstance(parsed, Question):
-                questions.append(parsed)
-            else:
-                problems.append(f"{path}, line {number}: {parsed}")
+    for number, row, problem in json_lines(path):
+        problem = problem or wrong_with(row)
+        if problem:
+            problems.append(f"{path}, line {number}: {problem}")
+        else:
+            name, category = row.get("question_id", number), row.get("category", "")
+            text = row["turns"][0] if "turns" in row else row["prompt"]
+            questions.append(Question(number, name, category, text))
     if not questions and not problems:
         raise ValueError(
             f"question file {path} is empty: give one JSON object a line, with `turns`"
@@ -82,27 +74,19 @@ def read_questions(path: Path) -> tuple[list[Question], list[str]]:
     return questions, problems
 
 
-def parse_question(number: int, line: str) -> Question | str:
-    """The question of one line, or what is wrong with it."""
-    try:
-        value = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        return f"not JSON ({error})"
-    if not isinstance(value, dict):
-        return "not a JSON object"
-    missing = [name for name in ("question_id", "category", "turns") if name not in value]
-    if missing:
-        return f"field {', '.join(missing)} is missing"
-    turns = value["turns"]
+def wrong_with(row: dict) -> str:
+    """Why an object is no question; empty if it is one."""
+    turns = row.get("turns", [row.get("prompt")])
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) for turn in turns):
-        return "turns must be a list of at least one text"
+        return "it needs turns, a list of at least one text, or prompt, a text"
     if not turns[0].strip():
         return "the first turn is empty"
     if not is_text(turns[0]):
         return "the first turn holds half of a surrogate pair"
-    if not isinstance(value["question_id"], int | str) or not isinstance(value["category"], str):
+    named = isinstance(row.get("question_id", 0), int | str)
+    if not named or not isinstance(row.get("category", ""), str):
         return "question_id must be a number or a text, and category a text"
-    return Question(number, value["question_id"], value["category"], turns[0])
+    return ""
 
 
 def encode_question(question: Question, tokenizer: Tokenizer) -> list[int]:
@@ -113,9 +97,7 @@ def encode_question(question: Question, tokenizer: Tokenizer) -> list[int]:
 
 
 def spread(questions: list[Question], count: int) -> list[Question]:
-    """`count` questions in file order, taken from the categories in turn; all of them where there
-    are fewer.
-    """
+    """`count` questions in file order, or all, taken from the categories in turn."""
     groups: dict[str, list[Question]] = {}
     for question in questions:
         groups.setdefault(question.category, []).append(question)
@@ -132,10 +114,12 @@ def made_up_prompts(vocab_size: int, count: int, longest: int) -> list[list[int]
     ]
 
 
-def tuning_prompts(tokenizer: Tokenizer | None, config: ModelConfig) -> list[list[int]]:
+def tuning_prompts(
+    tokenizer: Tokenizer | None, vocab_size: int, max_seq_length: int
+) -> list[list[int]]:
     """What `--tree auto` is tuned on, as ids that leave half of the context or more."""
     questions, _ = read_questions(TUNING)
-    longest = min(512, config.max_seq_length // 2)
+    longest = min(512, max_seq_length // 2)
     if tokenizer is None:
-        return made_up_prompts(config.vocab_size, len(questions), longest)
+        return made_up_prompts(vocab_size, len(questions), longest)
     return [encode_question(question, tokenizer)[:longest] for question in questions]

@@ -1,20 +1,23 @@
 """What a generation did, measured: the record behind --json and the line for people.
 
 Decode speed counts decoding alone: no loading, no compiling, no prefill. Bandwidth counts the bytes
-that a round has to read, weights and cache rows, over its time; it can be held against what the
-memory can do."""
+that a round has to read, weights and cached rows, over its time: to be held against what reading
+alone reaches on the machine."""
 
 import json
+import platform
 import resource
 import subprocess
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from talon.checkpoint import atomic_file
+from talon.cli import note
 from talon.decoder import Decoder, Generation
-from talon.loading import gigabytes
+from talon.memory import gigabytes
+from talon.text import Engine, TextGeneration
 
 
 def peak_memory(device: torch.device) -> int:
@@ -29,19 +32,24 @@ def compilations() -> int:
 
 
 def bytes_per_round(decoder: Decoder, committed: float) -> float:
-    """Weights and cache rows that one round reads: the target once, the head once per level and
-    once to catch up.
-    """
+    """Weights and cached keys and values that one round reads: the target once, the head once per
+    level and once to catch up."""
     model, tree = decoder.model, decoder.tree
     weights = sum(module_bytes(module) for module in (model.layers, model.output))
     row = decoder.cache.data[:, :, :, 0].numel() * decoder.cache.data.itemsize
     total = weights + committed * row
-    if tree.needs_head:
-        head, cache = decoder.drafter.head, decoder.drafter.cache
+    if decoder.drafter.stage is not None:
+        head, cache, *_ = decoder.drafter.stage
         row = cache.data[:, :, :, 0].numel() * cache.data.itemsize
         layer = sum(module_bytes(module) for module in (head.fc, head.layer))
         total += tree.levels * (layer + module_bytes(head.output) + committed * row)
     return total
+
+
+def moved_bytes(run: Generation) -> float:
+    """What all rounds of a generation read together."""
+    middle = len(run.ids) + len(run.tokens) / 2
+    return bytes_per_round(run.decoder, middle) * run.stats.rounds
 
 
 def module_bytes(module: nn.Module) -> int:
@@ -50,13 +58,9 @@ def module_bytes(module: nn.Module) -> int:
 
 
 def sample_record(run: Generation, text: str | None) -> dict:
-    """What --json says of one sample; seconds, bytes and tokens. `text` is None without a
-    tokenizer.
-    """
+    """What --json says of a sample, in seconds, bytes and tokens. text: None without tokenizer."""
     decoder, stats = run.decoder, run.stats
     speed = stats.emitted / stats.decode_s if stats.decode_s else 0.0
-    middle = len(run.ids) + len(run.tokens) / 2
-    moved = bytes_per_round(decoder, middle) * stats.rounds
     return {
         "seed": run.sampling.seed,
         "prompt_tokens": len(run.ids),
@@ -67,12 +71,11 @@ def sample_record(run: Generation, text: str | None) -> dict:
         "decode_s": stats.decode_s,
         "tokens_per_s": speed,
         "rounds": stats.rounds,
-        "plain_rounds": stats.plain_rounds,
         "acceptance_length": stats.acceptance_length,
         "accepted_by_depth": stats.accepted_by_depth,
         "draft_s": stats.draft_s,
         "verify_s": stats.verify_s,
-        "bandwidth_bytes_per_s": moved / stats.decode_s if stats.decode_s else 0.0,
+        "bandwidth_bytes_per_s": moved_bytes(run) / stats.decode_s if stats.decode_s else 0.0,
         "peak_memory_bytes": peak_memory(decoder.device),
     }
 
@@ -82,8 +85,7 @@ def describe(record: dict, drafting: bool) -> str:
     line = (
         f"{len(record['tokens'])} tokens ({record['stop_reason']}), "
         f"first token after {record['prefill_s']:.2f} s, then {record['tokens_per_s']:.1f} "
-        "tokens/s, "
-        f"{record['bandwidth_bytes_per_s'] / 1e9:.1f} GB/s, peak memory "
+        f"tokens/s, {record['bandwidth_bytes_per_s'] / 1e9:.1f} GB/s, peak memory "
         f"{gigabytes(record['peak_memory_bytes'])}"
     )
     if not drafting or not record["rounds"]:
@@ -92,15 +94,13 @@ def describe(record: dict, drafting: bool) -> str:
     by_depth = " ".join(f"{count / record['rounds']:.2f}" for count in record["accepted_by_depth"])
     return (
         f"{line}\nacceptance length {record['acceptance_length']:.2f} over {record['rounds']} "
-        "rounds "
-        f"(share accepted by depth: {by_depth or 'none'}); draft {record['draft_s']:.2f} s, "
+        f"rounds (share accepted by depth: {by_depth or 'none'}); draft {record['draft_s']:.2f} s, "
         f"verify {record['verify_s']:.2f} s, rest {rest:.2f} s"
     )
 
 
 def project_commit() -> str | None:
-    """The commit of a checkout of this project, with "-dirty" where files differ from it; None
-    where it is no checkout."""
+    """The commit of this checkout, with "-dirty" where files differ from it; None elsewhere."""
     try:
         result = subprocess.run(
             ["git", "describe", "--always", "--exclude=*", "--abbrev=40", "--dirty"],
@@ -115,6 +115,8 @@ def project_commit() -> str | None:
 
 
 def write_json(path: str, value: dict) -> None:
+    from talon.writing import atomic_file  # seldom needed
+
     with atomic_file(Path(path)) as file:
         # A file name from the shell may hold bytes that are no text: JSON has an escape for them.
         file.write(
@@ -124,6 +126,33 @@ def write_json(path: str, value: dict) -> None:
         )
 
 
+def markdown_table(lines: list[list[str]]) -> str:
+    """A table for people whose first line is the heading."""
+    lines = [lines[0], ["---"] * len(lines[0]), *lines[1:]]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
 def short_commit(report: dict) -> str:
     number, dirty, _ = (report["commit"] or "unknown").partition("-dirty")
     return number[:10] + dirty
+
+
+@dataclass
+class Results:
+    """What --json writes, as far as it has come."""
+
+    samples: list[dict] = field(default_factory=list)
+    checks: list[dict] = field(default_factory=list)
+
+    def add(self, text: TextGeneration) -> None:
+        """Measure a finished text, and tell people."""
+        self.samples.append(sample_record(text.generation, text.text if text.stream else None))
+        note(describe(self.samples[-1], text.engine.decoder.tree.nodes > 1))
+
+    def to_json(self, engine: Engine, argv: list[str], recompiles: int) -> dict:
+        top = {"argv": argv, **engine.card, "recompiles": recompiles, "commit": project_commit()}
+        top["versions"] = {"torch": torch.__version__, "python": platform.python_version()}
+        if self.checks:
+            wrong = (check for check in self.checks if not check["identical"])
+            top["check"] = next(wrong, self.checks[0])
+        return {**top, "samples": self.samples}

@@ -1,56 +1,52 @@
 """Text in, text out: a loaded target with its decoder and tokenizer, for programs and for the
 command line.
 
-    from generate import load  # or from text
+    from generate import load  # or from talon.text
 
     engine = load("talon.safetensors", draft_checkpoint_path="head.safetensors")
     for piece in engine.generate("Why is the sky blue?", max_new_tokens=100):
         print(piece, end="", flush=True)
 
-Leaves out: how a round works (engine.py), how a file becomes a module (loading.py).
-"""
+Leaves out: how a round works (talon/decoder.py), how a file becomes a module (talon/loading.py)."""
 
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
-from eagle_draft import DraftConfig
-from model import ModelConfig
-from talon.cli import note
+import torch
+
 from talon.decoder import Decoder, Generation
 from talon.loading import (
-    DTYPES,
-    available_memory,
+    Files,
     device_name,
-    find_tokenizer,
+    dtype_name,
     fit_context,
-    fit_head,
     fit_tree,
     head_card,
     load_head,
     load_target,
+    open_files,
     pick_device,
     pick_dtype,
-    plan_memory,
-    precision_name,
-    read_kind,
 )
-from talon.prompts import tuning_prompts
+from talon.memory import available_memory, plan_memory
 from talon.sampling import GREEDY, SamplingConfig
 from talon.tokenizer import StreamDecoder, Tokenizer, is_text
-from talon.tuning.choice import settle
+from talon.trees import Tree, parse_tree
+
+Prompt = str | list[dict] | list[int]  # a text, chat messages ({"role", "content"}), or token ids
 
 
-def encode(tokenizer: Tokenizer | None, prompt: str | list[dict] | list[int]) -> list[int]:
-    """Token ids of a plain text, of chat messages ({"role", "content"}), or of ids that are already
-    there.
-    """
+def encode(tokenizer: Tokenizer | None, prompt: Prompt) -> list[int]:
+    """The token ids of a prompt."""
     if isinstance(prompt, list | tuple) and all(isinstance(token, int) for token in prompt):
         return list(prompt)
     if tokenizer is None:
         raise ValueError(
-            "the checkpoint has no tokenizer beside it: copy one there, or give the prompt as ids"
+            "there is no tokenizer next to the checkpoint: copy one there, or give the prompt as "
+            "ids"
         )
     if isinstance(prompt, str):
         check_text("the prompt", prompt)
@@ -60,12 +56,15 @@ def encode(tokenizer: Tokenizer | None, prompt: str | list[dict] | list[int]) ->
     ):
         raise ValueError(
             "the prompt is neither a text, nor a list of token ids, nor a list of chat messages: "
-            "give one of them, "
-            'such as [{"role": "user", "content": "Hello"}]'
+            'give one of them, such as [{"role": "user", "content": "Hello"}]'
         )
     for message in prompt:
         check_text("a message", str(message["content"]))
     return tokenizer.encode_chat(prompt)
+
+
+def message(role: str, content: str) -> dict:
+    return {"role": role, "content": content}
 
 
 def check_text(what: str, text: str) -> None:
@@ -75,19 +74,16 @@ def check_text(what: str, text: str) -> None:
 
 
 def check_ends(max_new_tokens: int, stop: tuple[str, ...]) -> None:
-    if max_new_tokens < 0:
+    if not isinstance(max_new_tokens, int) or max_new_tokens < 0:
         raise ValueError(f"max_new_tokens {max_new_tokens} is not allowed: give a count >= 0")
     if any(not text for text in stop):
-        raise ValueError(
-            "an empty stop text would end everything at once: give at least one character"
-        )
+        raise ValueError("an empty stop text would end everything: give at least one character")
 
 
 @contextmanager
 def compiler_errors() -> Iterator[None]:
     """What torch.compile lacks on this machine is the user's to mend: one line instead of its
-    traceback.
-    """
+    traceback."""
     try:
         yield
     except Exception as error:
@@ -95,13 +91,12 @@ def compiler_errors() -> Iterator[None]:
 
         if not isinstance(error, (TorchDynamoException, OSError)):
             raise
-        reason = next(
-            (line for line in str(error).splitlines() if line.strip()), type(error).__name__
-        )
+        lines = (line.strip() for line in str(error).splitlines())
+        reason = next(filter(None, lines), type(error).__name__)
         raise ValueError(
-            f"torch.compile does not work here ({reason.strip()}): it needs a C++ compiler such "
-            "as g++ (CXX names "
-            "another one), and on a GPU Triton too: install it, or run with --no_compile"
+            f"torch.compile does not work here ({reason}): it needs a C++ compiler such as g++ "
+            "(CXX names another one), and on a GPU Triton too: install it, or run with "
+            "--no_compile"
         ) from error
 
 
@@ -115,123 +110,116 @@ class Engine:
         self.current: TextGeneration | None = None  # whose text the decoder's caches hold
         self.card = card  # what was loaded, for reports
 
-    def encode(self, prompt: str | list[dict] | list[int]) -> list[int]:
-        """Token ids of a plain text, of chat messages ({"role", "content"}), or of ids that are
-        already there.
-        """
+    def encode(self, prompt: Prompt) -> list[int]:
+        """The token ids of a prompt."""
         return encode(self.tokenizer, prompt)
 
     def warm_up(self, sampling: SamplingConfig) -> float:
         """Compile now what the first generation would compile. Returns seconds."""
         with compiler_errors():
-            return self.decoder.warm_up(sampling.kind)
+            return self.decoder.warm_up(sampling)
 
     def generate(
         self,
-        prompt: str | list[dict] | list[int],
+        prompt: Prompt,
         *,
         max_new_tokens: int = 256,
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        seed: int = 0,
         stop: str | tuple[str, ...] = (),
         ignore_eos: bool = False,
+        **sampling: float,
     ) -> "TextGeneration":
         """Start a generation. Iterate over it for the pieces of text; its fields hold ids and
-        measurements.
-        """
-        for name, value in (("max_new_tokens", max_new_tokens), ("top_k", top_k), ("seed", seed)):
-            if not isinstance(value, int):
-                raise ValueError(f"{name} {value!r} is not allowed: give a whole number")
+        measurements. sampling: temperature, top_k, top_p and seed, as in SamplingConfig. Raises
+        ValueError for a value that is not allowed."""
         stop = (stop,) if isinstance(stop, str) else tuple(stop)
         check_ends(max_new_tokens, stop)
-        if stop and self.tokenizer is None:
-            raise ValueError("stop texts need a tokenizer, and the checkpoint has none beside it")
-        sampling = SamplingConfig(temperature, top_k, top_p, seed)
         stop_ids = frozenset() if ignore_eos else self.eos_ids
-        return TextGeneration(self, self.encode(prompt), sampling, max_new_tokens, stop_ids, stop)
+        ids, chosen = self.encode(prompt), SamplingConfig(**sampling)
+        generation = Generation(self.decoder, ids, chosen, max_new_tokens, stop_ids)
+        return TextGeneration(self, generation, stop)
 
 
 class TextGeneration:
     """One text under way: iterate for its pieces, which never split a character."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        ids: list[int],
-        sampling: SamplingConfig,
-        max_new_tokens: int,
-        stop_ids: frozenset[int],
-        stop: tuple[str, ...],
-    ) -> None:
-        self.engine, self.stop, self.stop_ids = engine, stop, stop_ids
+    def __init__(self, engine: Engine, generation: Generation, stop: tuple[str, ...]) -> None:
+        self.engine, self.generation, self.stop = engine, generation, stop
+        self.stop_tokens, self.stop_texts = split_stops(engine.tokenizer, stop)
         self.stream = StreamDecoder(engine.tokenizer) if engine.tokenizer else None
         self.held = ""  # text that may turn out to be the beginning of a stop text
         self.text = ""
-        self.pieces: list[
-            tuple[str, bool]
-        ] = []  # ready to be yielded, and whether a draft guessed them
-        self.generation = Generation(
-            engine.decoder,
-            ids,
-            sampling,
-            max_new_tokens,
-            stop_ids,
-            self.hear if self.stream else None,
-        )
-        self.run = self.decode()
+        self.pieces = self.decode()
 
     @property
     def tokens(self) -> list[int]:
         return self.generation.tokens
 
-    def hear(self, token: int) -> bool:
-        """Take in one token; True if it completes a stop text, which is cut off together with what
-        follows.
-        """
-        drafted = self.generation.drafted[-1]
-        self.held += "" if token in self.stop_ids else self.stream.push([token])
-        found = [at for at in (self.held.find(text) for text in self.stop) if at >= 0]
-        if found:
-            self.emit(self.held[: min(found)], drafted)
-            self.held = ""
-            return True
-        keep = max((overlap(self.held, text) for text in self.stop), default=0)
-        self.emit(self.held[: len(self.held) - keep], drafted)
-        self.held = self.held[len(self.held) - keep :]
-        return False
-
-    def emit(self, text: str, drafted: bool) -> None:
-        if text:
-            self.text += text
-            self.pieces.append((text, drafted))
-
     def marked(self) -> Iterator[tuple[str, bool]]:
-        """The pieces with the mark whether their last token came from the draft. Iterating again
-        goes on.
-        """
-        return self.run
-
-    def decode(self) -> Iterator[tuple[str, bool]]:
-        self.engine.current = self
-        with compiler_errors():
-            for _ in self.generation:
-                yield from self.pieces
-                self.pieces.clear()
-                if self.engine.current is not self and self.generation.stop_reason is None:
-                    raise ValueError(
-                        "another generation began on this engine before this one ended: take one "
-                        "at a time, or load "
-                        "a second engine"
-                    )
-        if self.stream and self.generation.stop_reason != "stop":
-            self.emit(self.held + self.stream.flush(), False)
-            yield from self.pieces
+        """The piece of every token, perhaps empty, with the mark whether a draft guessed the token.
+        Iterating again goes on."""
+        return self.pieces
 
     def __iter__(self) -> Iterator[str]:
-        for piece, _ in self.marked():
-            yield piece
+        for piece, _ in self.pieces:
+            if piece:
+                yield piece
+
+    def decode(self) -> Iterator[tuple[str, bool]]:
+        generation = self.generation
+        self.engine.current = self
+        with compiler_errors():
+            for token, drafted in generation:
+                piece = self.piece_of(token)
+                self.text += piece
+                yield piece, drafted
+                if self.engine.current is not self and generation.stop_reason is None:
+                    raise ValueError(
+                        "another generation began on this engine before this one ended: take one "
+                        "at a time, or load a second engine"
+                    )
+        if self.stream and generation.stop_reason != "stop":
+            if piece := self.held + self.stream.flush():
+                self.text += piece
+                yield piece, False
+
+    def piece_of(self, token: int) -> str:
+        """The text that is certain now. A stop text is cut off, together with what follows."""
+        if self.stream is None or self.generation.stop_reason == "eos":
+            return ""
+        if token in self.stop_tokens:
+            self.held += self.stream.flush()
+            ends = [len(self.held)]
+        else:
+            self.held += self.stream.push([token])
+            ends = [at for at in (self.held.find(text) for text in self.stop_texts) if at >= 0]
+        if ends:
+            self.generation.end("stop")
+            certain, self.held = min(ends), self.held[: min(ends)]
+        else:
+            open_ends = (overlap(self.held, text) for text in self.stop_texts)
+            certain = len(self.held) - max(open_ends, default=0)
+        piece, self.held = self.held[:certain], self.held[certain:]
+        return piece
+
+
+def split_stops(
+    tokenizer: Tokenizer | None, stop: tuple[str, ...]
+) -> tuple[frozenset[int], tuple[str, ...]]:
+    """The stop texts that are special tokens, by their ids, for they are never seen in a text; and
+    the others."""
+    if not stop:
+        return frozenset(), ()
+    if tokenizer is None:
+        raise ValueError("stop texts need a tokenizer: copy one next to the checkpoint")
+    ids = {text: tokenizer.special_id(text) for text in stop}
+    texts = tuple(text for text, special in ids.items() if special is None)
+    for text in texts:
+        if tokenizer.holds_special(text):
+            raise ValueError(
+                f"stop text {text!r} holds a special token next to other text, which is never "
+                "seen together: give the special token alone"
+            )
+    return frozenset(ids.values()) - {None}, texts
 
 
 def overlap(text: str, stop: str) -> int:
@@ -239,6 +227,31 @@ def overlap(text: str, stop: str) -> int:
     return next(
         (n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0
     )
+
+
+# ---------------------------------------------------------------- loading
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to run what the files hold."""
+
+    device: torch.device
+    dtype: torch.dtype
+    tree: Tree | None = None  # None: --tree auto
+    max_seq_length: int | None = None
+    compile: bool = True
+    tune: str = "stored"  # what --tree auto does, see `load`
+    sampling: SamplingConfig = GREEDY  # what it is tuned for
+
+
+def read_options(
+    tree: str, device: str, dtype: str, max_seq_length: int | None, compile: bool, **tuning: object
+) -> Options:
+    """Options from what a command line gives."""
+    where = pick_device(device)
+    shape = None if tree == "auto" else parse_tree(tree)
+    return Options(where, pick_dtype(dtype, where), shape, max_seq_length, compile, **tuning)
 
 
 def load(
@@ -256,44 +269,37 @@ def load(
     """Load a target, and a head if one is given, and make the decoder. Raises ValueError or OSError
     for the user.
 
-    tune says what tree `auto` does for this head and `sampling`: stored (what was measured before,
-    else the preset of the head's family) | once (measure if that was never done here) | again
-    (measure anew)."""
+    tune says what tree `auto` does for this head and `sampling` where nothing was measured before:
+    stored (the preset of the head's family) | measure."""
+    more = {"tune": tune, "sampling": sampling}
+    options = read_options(tree, device, dtype, max_seq_length, compile, **more)
+    return load_files(open_files(checkpoint_path, draft_checkpoint_path), options)
+
+
+def load_files(files: Files, options: Options) -> Engine:
+    """Plan the memory, make the modules, choose the tree, and make the decoder."""
     started = time.perf_counter()
-    where = pick_device(device)
-    precision = pick_dtype(dtype, where)
-    file = read_kind(checkpoint_path, "target")
-    head_file = (
-        read_kind(draft_checkpoint_path, "draft") if draft_checkpoint_path is not None else None
-    )
-    config = ModelConfig.from_dict(file.config)
-    context = fit_context(max_seq_length, config)
-    tokenizer = find_tokenizer(file.path.parent, config)
-    if head_file is not None:
-        fit_head(head_file, config)
-    shape = fit_tree(tree, DraftConfig.from_dict(head_file.config) if head_file else None)
-    plan_memory(file, head_file, context, shape, precision, available_memory(where)).check()
-    model = load_target(file, where, precision)
-    head = load_head(head_file, model, where, precision) if head_file and shape.needs_head else None
-    choice = None
-    if tree == "auto" and head is not None:
-        choice = settle(
-            (file.path, head_file.path), (device_name(where), precision_name(file, precision)),
-            model, head,
-            lambda: tuning_prompts(tokenizer, config),
-            sampling, compile, tune, note,
-        )  # fmt: skip
-        shape = choice.tree if choice else shape
-    decoder = Decoder(model, context, head if shape.needs_head else None, shape, compile)
-    if choice is not None:
-        decoder.fall_back_below(choice.break_even)
+    o, config = options, files.config
+    context, tree = fit_context(o.max_seq_length, config), fit_tree(o.tree, files.head_config)
+    plan_memory(files, context, tree, o.dtype, o.device, available_memory(o.device)).check()
+    model = load_target(files, o.device, o.dtype)
+    head, choice = None, None
+    if files.head and tree.needs_head:
+        head = load_head(files, model, o.device, o.dtype)
+        if o.tree is None:
+            from talon.tuning.choice import auto_tree  # here only: it is large, and seldom needed
+
+            measure = o.tune == "measure"
+            choice = auto_tree(files, model, head, o.sampling, o.compile, measure)
+            tree = choice.tree if choice else tree
+    decoder = Decoder(model, context, head if tree.needs_head else None, tree, o.compile)
     card = {
-        "device": device_name(where),
-        "dtype": next(name for name, value in DTYPES.items() if value == precision),
-        "quantization": (file.quantization or {}).get("mode"),
-        "tree": decoder.tree.name,
-        "head": head_card(head_file, head) if head else None,
+        "device": device_name(o.device),
+        "dtype": dtype_name(o.dtype),
+        "quantization": (files.target.quantization or {}).get("mode"),
+        "tree": tree.name,
+        "head": head_card(head.config) if head else None,
         "expected_gain": choice.gain if choice else None,
         "load_s": time.perf_counter() - started,
     }
-    return Engine(decoder, tokenizer, config.eos_ids, card)
+    return Engine(decoder, files.tokenizer, config.eos_ids, card)

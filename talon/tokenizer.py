@@ -1,21 +1,22 @@
 """Text to token ids and back: two tokenizer formats behind one face, chat templates, streaming.
 
-Reads the files beside a checkpoint: tokenizer.json (the first choice, being the form Hugging Face
-runs) or sentencepiece's tokenizer.model, with tokenizer_config.json, special_tokens_map.json,
-added_tokens.json and chat_template.jinja where present. Ids are those Hugging Face gives.
-Leaves out: tiktoken files (LLaMA-3 ships tokenizer.json as well), batches, offsets, and Hugging
-Face's `clean_up_tokenization_spaces`, which rewrites text that a stream has already shown.
+Reads the files next to a checkpoint (TOKENIZER_FILES): tokenizer.json, the first choice, being the
+form Hugging Face runs, or sentencepiece's tokenizer.model, with the settings around them where
+present. Ids are those Hugging Face gives. Leaves out: tiktoken files (LLaMA-3 ships tokenizer.json
+as well), batches, the place of a token in its text, and Hugging Face's
+`clean_up_tokenization_spaces`, which rewrites text that a stream has already shown.
 
-    python -c "from tokenizer import load_tokenizer; print(load_tokenizer('DIR').encode('Hello'))"
+    python -c "from talon.tokenizer import *; print(load_tokenizer('DIR').encode('Hello'))"
 """
 
 import codecs
 import itertools
 import json
+import os
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 from datetime import datetime
+from functools import cache
 from pathlib import Path
 
 import jinja2
@@ -25,132 +26,68 @@ from sentencepiece import SentencePieceProcessor
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as JsonTokenizer
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")
+from talon.checkpoint import check_file
+from talon.cli import one_line
+from talon.settings import TokenizerConfig, read_text, read_tokenizer_config
 
-NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
+# Either of these is a whole vocabulary; the first that is there counts.
+VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model")
 
-TOKEN_FLAGS = ("lstrip", "rstrip", "normalized", "single_word", "special")
-
-SPACE = "\u2581"  # sentencepiece writes a space so
-
-NO_DUMMY_PREFIX = (
-    b"\x1a\x02\x18\x00"  # appended to a model: normalizer_spec { add_dummy_prefix: false }
+TOKENIZER_FILES = (
+    *VOCABULARY_FILES,
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
 )
 
-BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+# How sentencepiece writes a space.
+SPACE = "\u2581"
 
-BAD_BYTE = re.compile("[\udc80-\udcff]")  # a bad byte after the error handler "surrogateescape"
+# Appended to a sentencepiece model: normalizer_spec { add_dummy_prefix: false }.
+NO_DUMMY_PREFIX = b"\x1a\x02\x18\x00"
 
-
-# --- settings beside the tokenizer file -----------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What the JSON files around a tokenizer say."""
-
-    named: dict[str, str]  # "bos_token" -> "<s>", ...
-    special: tuple[str, ...]  # every string declared special, the named ones included
-    added: dict[int, AddedToken]
-    add_bos: bool | None  # None: not said, the tokenizer file's own rule holds
-    legacy: bool  # sentencepiece: a dummy space before each text between special tokens
-    templates: dict[str, str]  # chat templates by name
-
-
-def read_settings(directory: Path) -> Settings:
-    config = read_json(directory / "special_tokens_map.json")
-    config |= read_json(directory / "tokenizer_config.json")
-    named = {name: content_of(config[name]) for name in NAMED_TOKENS if config.get(name)}
-    extra = map(content_of, config.get("additional_special_tokens") or [])
-    special = (*named.values(), *extra)
-    return Settings(
-        named=named,
-        special=special,
-        added=read_added_tokens(directory, config, special),
-        add_bos=config.get("add_bos_token"),
-        legacy=config.get("legacy") is not False,
-        templates=read_templates(directory, config),
-    )
-
-
-def read_json(path: Path) -> dict:
-    """The object in a JSON file, {} when the file is absent; ValueError for anything else."""
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON ({one_line(error)}); fetch it again") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} holds {type(value).__name__}, expected an object; fetch it again")
-    return value
-
-
-def content_of(token: str | dict) -> str:
-    """Special tokens are written as plain strings or as objects with flags."""
-    return token["content"] if isinstance(token, dict) else token
-
-
-def read_added_tokens(
-    directory: Path, config: dict, special: tuple[str, ...]
-) -> dict[int, AddedToken]:
-    """Added tokens by id: from added_tokens.json, then tokenizer_config.json, which has flags."""
-    older = read_json(directory / "added_tokens.json")
-    added = {i: AddedToken(s, normalized=False, special=s in special) for s, i in older.items()}
-    for i, token in (config.get("added_tokens_decoder") or {}).items():
-        flags = {flag: bool(token.get(flag)) for flag in TOKEN_FLAGS}
-        added[int(i)] = AddedToken(token["content"], **flags)
-    return added
-
-
-def read_templates(directory: Path, config: dict) -> dict[str, str]:
-    """Chat templates by name; a file chat_template.jinja wins over tokenizer_config.json."""
-    if (path := directory / "chat_template.jinja").is_file():
-        return {"default": path.read_text(encoding="utf-8")}
-    found = config.get("chat_template") or []
-    if isinstance(found, str):
-        return {"default": found}
-    return {entry["name"]: entry["template"] for entry in found}
-
-
-def one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
+# What the error handler "surrogateescape" makes of a bad byte.
+BAD_BYTE = re.compile("[\udc80-\udcff]")
 
 
 # --- the two file formats -------------------------------------------------------------------------
-# Both have: size, special (ids), strip (spaces to drop at the start of a text), errors (for UTF-8),
-# encode(text), prefix(), token_id(string), and piece(id): the bytes one token adds to a text.
+# Both have: size, eos_id, special (ids), strip (spaces to drop at the start of a text), errors (for
+# UTF-8), encode(text), prefix(), token_id(string), and piece(id): the bytes one token adds.
 
 
 class JsonFile:
     """tokenizer.json through the `tokenizers` library."""
 
-    def __init__(self, path: Path, settings: Settings) -> None:
+    eos_id = None  # the files next to it name the token
+
+    def __init__(self, path: Path, config: TokenizerConfig) -> None:
+        content = read_text(path)
         try:
-            self.model = JsonTokenizer.from_str(path.read_text(encoding="utf-8"))
+            self.model = JsonTokenizer.from_str(content)
         except Exception as error:  # the library raises bare Exception
             raise ValueError(f"{path} cannot be read ({one_line(error)}); fetch it again") from None
         self.model.no_truncation()  # the file may carry a training set-up that would cut prompts
         self.model.no_padding()
-        self.add_configured(path, settings)
+        self.add_configured(path, config)
         added = self.model.get_added_tokens_decoder()
         self.special = {i for i, token in added.items() if token.special}
         self.size = 1 + max(self.model.get_vocab(with_added_tokens=True).values(), default=-1)
         self.read_decoder(path)
 
-    def add_configured(self, path: Path, settings: Settings) -> None:
+    def add_configured(self, path: Path, config: TokenizerConfig) -> None:
         """Add what only the other files declare; ValueError if an id would not be theirs."""
         known = {token.content for token in self.model.get_added_tokens_decoder().values()}
-        for i, token in sorted(settings.added.items()):
+        for i, token in sorted(config.added.items()):
             if token.content in known:
                 continue
             self.model.add_tokens([token])
             if (got := self.token_id(token.content)) != i:
                 raise ValueError(
-                    f"{path} gives {token.content!r} the id {got}, the files beside it {i}; "
+                    f"{path} gives {token.content!r} the id {got}, the files next to it {i}; "
                     "take all files from one release"
                 )
-        for name in settings.special:
+        for name in config.special:
             if name not in known and self.token_id(name) is not None:
                 self.model.add_special_tokens([name])
 
@@ -181,22 +118,24 @@ class JsonFile:
                         f"{path} decodes with {json.dumps(step)}, not supported; supported are "
                         "ByteLevel, or LLaMA's Replace, ByteFallback, Fuse, Strip"
                     )
+        if not self.alphabet and self.is_byte_level():
+            self.alphabet, self.before, self.strip = byte_level_alphabet(), "", 0
         self.errors = "replace" if self.alphabet else "surrogateescape"
+
+    def is_byte_level(self) -> bool:
+        """Whether the vocabulary is, whatever the decoder: some files pair it with another's."""
+        added = {token.content for token in self.model.get_added_tokens_decoder().values()}
+        letters = set("".join(self.model.get_vocab(with_added_tokens=False).keys() - added))
+        return "\u0120" in letters and letters <= byte_level_alphabet().keys()
 
     def encode(self, text: str) -> list[int]:
         return self.model.encode(text, add_special_tokens=False).ids
 
     def prefix(self) -> list[int]:
         """Ids that the file's post-processor puts before every text."""
-        ids: list[int] = []
-        if self.model.post_processor is not None:
-            state = json.loads(self.model.post_processor.__getstate__())
-            for step in state.get("processors", [state]):
-                for item in itertools.takewhile(
-                    lambda x: "SpecialToken" in x, step.get("single", [])
-                ):
-                    ids += step["special_tokens"][item["SpecialToken"]["id"]]["ids"]
-        return ids
+        encoded = self.model.encode("a")
+        marked = zip(encoded.ids, encoded.special_tokens_mask, strict=True)
+        return [i for i, _ in itertools.takewhile(lambda pair: pair[1], marked)]
 
     def token_id(self, token: str) -> int | None:
         return self.model.token_to_id(token)
@@ -207,7 +146,7 @@ class JsonFile:
             return b""
         if self.alphabet and all(c in self.alphabet for c in token):
             return bytes(self.alphabet[c] for c in token)
-        if self.byte_fallback and (match := BYTE_PIECE.fullmatch(token)):
+        if self.byte_fallback and (match := re.fullmatch("<0x([0-9A-Fa-f]{2})>", token)):
             return bytes([int(match[1], 16)])
         for pattern, content in self.replacements:
             token = token.replace(pattern, content)
@@ -219,34 +158,37 @@ class SentencePieceFile:
 
     errors = "surrogateescape"
 
-    def __init__(self, path: Path, settings: Settings) -> None:
+    def __init__(self, path: Path, config: TokenizerConfig) -> None:
         data = path.read_bytes()
         if re.match(rb"[A-Za-z0-9+/]+=* \d+\r?\n", data):
             raise ValueError(
                 f"{path} is a tiktoken file, as LLaMA-3 has, which is not supported; "
-                "put that release's tokenizer.json beside it"
+                "put that release's tokenizer.json next to it"
             )
         try:
             self.first = SentencePieceProcessor(model_proto=data)
             self.later = SentencePieceProcessor(model_proto=data + NO_DUMMY_PREFIX)
         except RuntimeError:
             raise ValueError(f"{path} is not a whole sentencepiece file; fetch it again") from None
+        if not config.add_prefix_space:
+            self.first = self.later
         self.strip = int(self.first.encode("a") != self.later.encode("a"))
-        if settings.legacy:
+        if config.legacy:
             self.later = self.first
-        self.read_added(settings)
+        self.eos_id = self.first.eos_id() if self.first.eos_id() >= 0 else None
+        self.read_added(config)
         self.size = 1 + max(self.first.vocab_size() - 1, *self.contents)
 
-    def read_added(self, settings: Settings) -> None:
+    def read_added(self, config: TokenizerConfig) -> None:
         """Collect the strings that stand for one id wherever they occur in a text."""
-        model, declared = self.first, {*settings.special}
+        model, declared = self.first, {*config.special}
         pieces = {i: model.id_to_piece(i) for i in range(model.vocab_size())}
         tokens = {
             i: AddedToken(piece, special=True)
             for i, piece in pieces.items()
             if model.is_control(i) or model.is_unknown(i) or piece in declared
         }
-        tokens |= settings.added
+        tokens |= config.added
         self.special = {i for i, token in tokens.items() if token.special}
         self.contents = {i: token.content for i, token in tokens.items()}
         self.ids = {content: i for i, content in self.contents.items()}
@@ -295,9 +237,6 @@ def byte_level_alphabet() -> dict[str, int]:
     return {chr(b): b for b in own} | {chr(0x100 + n): b for n, b in enumerate(others)}
 
 
-# --- chat templates -------------------------------------------------------------------------------
-
-
 class GenerationTag(Extension):
     """`{% generation %}` marks answers for training; here it only passes its body on."""
 
@@ -319,6 +258,12 @@ def template_environment() -> ImmutableSandboxedEnvironment:
     return environment
 
 
+@cache
+def compile_template(template: str) -> jinja2.Template:
+    """A template that renders; training does so for every answer of its data."""
+    return template_environment().from_string(template)
+
+
 def to_json(value: object, ensure_ascii: bool = False, **options: object) -> str:
     """Jinja's own filter escapes HTML, which no prompt wants."""
     return json.dumps(value, ensure_ascii=ensure_ascii, **options)
@@ -328,17 +273,16 @@ def raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
-# --- the face -------------------------------------------------------------------------------------
-
-
 class Tokenizer:
-    """One tokenizer with its chat template. vocab_size: the largest id it can produce, plus one."""
+    """One tokenizer with its chat template. vocab_size: the largest id in a text, plus one."""
 
-    def __init__(self, file: JsonFile | SentencePieceFile, settings: Settings) -> None:
+    def __init__(self, file: JsonFile | SentencePieceFile, config: TokenizerConfig) -> None:
         self.file = file
-        self.settings = settings
-        self.vocab_size = file.size
-        self.prefix = file.prefix() if settings.add_bos is None else self.configured_prefix()
+        self.settings = config
+        # A token for padding may stand behind the model's vocabulary: no text has it.
+        pad = file.token_id(config.named.get("pad_token", ""))
+        self.vocab_size = file.size - (pad == file.size - 1)
+        self.prefix = file.prefix() if config.add_bos is None else self.configured_prefix()
 
     def configured_prefix(self) -> list[int]:
         """BOS as add_bos_token says, against the tokenizer file; ValueError if it has no id."""
@@ -369,38 +313,46 @@ class Tokenizer:
     def token_id(self, token: str) -> int | None:
         return self.file.token_id(token)
 
+    def special_id(self, text: str) -> int | None:
+        """The id of the special token that `text` is; None if it is ordinary text."""
+        token = self.token_id(text)
+        return token if token in self.file.special else None
+
+    def holds_special(self, text: str) -> bool:
+        return any(token in self.file.special for token in self.file.encode(text))
+
     @property
     def has_chat_template(self) -> bool:
         return bool(self.settings.templates)
 
-    def render_chat(self, messages: list[dict]) -> str:
-        """The prompt that asks for the next answer; ValueError if the template cannot give one."""
+    def render_chat(self, messages: list[dict], options: dict | None = None) -> str:
+        """The prompt that asks for the next answer; ValueError if the template cannot give one.
+        `options` are more variables for the template, such as {"enable_thinking": False}."""
         template = self.settings.templates.get("default")
         if template is None:
             names = ", ".join(self.settings.templates) or "none"
-            raise ValueError(f"no default chat template (there are: {names}); use --no_chat")
+            raise ValueError(
+                f"no default chat template (there are: {names}); name one so, or leave templates "
+                "out (generate.py: --no_chat)"
+            )
         values = {"tools": None, "documents": None, "add_generation_prompt": True}
-        values |= self.settings.named
+        values |= self.settings.named | (options or {})
         try:
-            return template_environment().from_string(template).render(messages=messages, **values)
+            return compile_template(template).render(messages=messages, **values)
         except Exception as error:  # a template is a program: it may raise anything
             raise ValueError(
                 f"the chat template refuses this conversation ({one_line(error)}); "
-                "change the conversation or use --no_chat"
+                "change the conversation, or leave the template out (generate.py: --no_chat)"
             ) from None
 
-    def encode_chat(self, messages: list[dict]) -> list[int]:
+    def encode_chat(self, messages: list[dict], options: dict | None = None) -> list[int]:
         """Ids of the rendered prompt. A template writes BOS itself where the model wants it."""
-        return self.encode(self.render_chat(messages), add_bos=False)
+        return self.encode(self.render_chat(messages, options), add_bos=False)
 
 
 def is_text(text: str) -> bool:
     """False for half of a surrogate pair: a shell or JSON can bring it, no tokenizer takes it."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+    return re.search("[\ud800-\udfff]", text) is None
 
 
 class StreamDecoder:
@@ -431,19 +383,19 @@ class StreamDecoder:
         return BAD_BYTE.sub("\ufffd", text)
 
 
-def load_tokenizer(directory: Path) -> Tokenizer:
-    """The tokenizer in `directory`.
+def find_vocabulary(directory: Path) -> Path | None:
+    """The file that a tokenizer in `directory` would be read from, if there is one."""
+    found = (Path(directory) / name for name in VOCABULARY_FILES)
+    return next((path for path in found if os.path.lexists(path)), None)
 
-    FileNotFoundError if there is none, ValueError if one of its files cannot be used.
-    """
-    found = [path for name in TOKENIZER_FILES if (path := Path(directory) / name).is_file()]
-    if not found:
-        names = " and ".join(TOKENIZER_FILES)
+
+def load_tokenizer(directory: Path) -> Tokenizer:
+    """The tokenizer in `directory`; FileNotFoundError if there is none, ValueError if damaged."""
+    path = find_vocabulary(directory)
+    if path is None:
+        names = " and ".join(VOCABULARY_FILES)
         raise FileNotFoundError(f"no tokenizer in {directory}: looked for {names}; copy one there")
-    path = found[0]
-    with path.open("rb") as file:
-        if file.read(24) == b"version https://git-lfs.":
-            raise ValueError(f"{path} is a Git LFS pointer, not the file; run: git lfs pull")
-    settings = read_settings(path.parent)
+    check_file(path)
+    config = read_tokenizer_config(path.parent)
     file_type = JsonFile if path.suffix == ".json" else SentencePieceFile
-    return Tokenizer(file_type(path, settings), settings)
+    return Tokenizer(file_type(path, config), config)

@@ -1,4 +1,8 @@
-"""."""
+"""Trees: what is grown and what is kept, without a tensor in it.
+
+A tree has a part that a head grows, chain, static or dynamic, and may have a chain of looked-up
+tokens below the same root. Leaves out: growing them (talon/drafters) and which one pays
+(talon/tuning/choice.py)."""
 
 import json
 from dataclasses import dataclass, replace
@@ -51,9 +55,13 @@ class Tree:
         """Rows of a KV cache: a tree or a padded chunk of the prompt may run past the last legal
         position, which a round launched ahead passes by depth + 1 before it starts. Nothing past it
         is ever kept. One row more than any length bucket: a bucket as long as the cache would
-        compile as a constant.
-        """
-        return max_seq_length + max(chunk, self.reach) + self.depth + 2
+        compile as a constant."""
+        longest = max_seq_length + max(chunk, self.reach) + self.depth + 1
+        return longest + -longest % 64 + 1
+
+    def without_lookup(self) -> "Tree":
+        """The part that the head grows."""
+        return replace(self, name=self.name.partition("+lookup:")[0], nodes=self.grown, lookup=0)
 
     @property
     def draft_slots(self) -> int:
@@ -66,6 +74,15 @@ class Tree:
 
 
 NO_TREE = Tree("none", nodes=1, levels=0, top_k=0, beam=0)
+
+SMALLEST_BUCKET = 256  # cache slots that attention reads at least
+
+
+def bucket_widths(rows: int) -> list[int]:
+    """How many slots attention may read of a cache of `rows`: powers of two, and all but one. A GPU
+    multiplies fast where all of them are multiples of 64."""
+    powers = (SMALLEST_BUCKET << i for i in range(rows.bit_length()))
+    return [*(width for width in powers if width < rows - 1), rows - 1]
 
 
 # The 26-node tree of the EAGLE-1 paper (root included), as paths of child ranks.
@@ -90,8 +107,8 @@ def static_tree(paths: list[list[int]], name: str) -> Tree:
         not path or min(path) < 0 or max(*path, len(path)) > 64 for path in ordered
     ):
         raise ValueError(
-            f"tree {name}: needs non-empty paths of child ranks 0 to 64, 64 levels at most, such "
-            "as [[0], [0, 0]]"
+            f"tree {name}: needs non-empty paths of child ranks 0 to 64, up to 64 levels, "
+            "such as [[0], [0, 0]]"
         )
     for path in ordered:
         if len(path) > 1 and path[:-1] not in known:
@@ -117,9 +134,8 @@ def static_tree(paths: list[list[int]], name: str) -> Tree:
 
 
 def dynamic_tree(nodes: int = 60, levels: int = 6, top_k: int = 10) -> Tree:
-    """EAGLE-2 (arXiv 2406.16858): expand the `top_k` best nodes of each level, keep the nodes - 1
-    best of all.
-    """
+    """EAGLE-2 (arXiv 2406.16858): expand the `top_k` best nodes of each level, keep the best of all
+    that were grown."""
     name = f"dynamic:nodes={nodes},levels={levels},top_k={top_k}"
     if nodes < 1 or levels < 1 or top_k < 1:
         raise ValueError(f"tree {name}: nodes, levels and top_k must all be at least 1")
@@ -129,8 +145,7 @@ def dynamic_tree(nodes: int = 60, levels: int = 6, top_k: int = 10) -> Tree:
     if nodes - 1 > tree.candidates:
         raise ValueError(
             f"tree {name}: {nodes} nodes are asked for but only {tree.candidates + 1} can be "
-            "grown; "
-            f"lower nodes to {tree.candidates + 1} or raise levels or top_k"
+            f"grown; lower nodes to {tree.candidates + 1} or raise levels or top_k"
         )
     return tree
 
@@ -151,8 +166,7 @@ def with_lookup(tree: Tree, count: int) -> Tree:
 
 def parse_tree(text: str) -> Tree:
     """The tree that `--tree TEXT` names: none, lookup:K, or chain:K, static,
-    dynamic:nodes=,levels=,top_k=, FILE.json, each of these also with +lookup:K.
-    """
+    dynamic:nodes=,levels=,top_k=, FILE.json, each of these also with +lookup:K."""
     grown, _, count = text.partition("+lookup:")
     if is_length(count) and grown.partition(":")[0] not in ("auto", "none", "lookup"):
         return with_lookup(parse_tree(grown), int(count))

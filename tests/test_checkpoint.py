@@ -1,5 +1,6 @@
 """The file format: what goes in comes out, and nothing half-written or foreign is accepted."""
 
+import errno
 import json
 import os
 import struct
@@ -9,7 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from talon.checkpoint import TensorSpec, atomic_file, read_checkpoint, read_header, write_checkpoint
+from talon.checkpoint import TensorSpec, read_checkpoint, read_header
+from talon.cli import check_output
+from talon.writing import TEMPORARY, atomic_file, write_checkpoint
 
 TENSORS = {
     "odd": torch.arange(15, dtype=torch.int8).reshape(3, 5),
@@ -88,6 +91,18 @@ def test_writing_twice_gives_the_same_bytes_in_any_order_of_arrival(tmp_path):
     assert (tmp_path / "c").read_bytes() == first
 
 
+def test_a_tensor_may_come_in_pieces_of_its_rows(tmp_path):
+    first = write(tmp_path / "a").read_bytes()
+    pieces = []
+    for name, tensor in TENSORS.items():
+        rows = (tensor[:1], tensor[1:]) if tensor.ndim else (tensor,)
+        pieces += [(name, part) for part in rows]
+    write_checkpoint(
+        tmp_path / "b", kind="target", config={"dim": 4}, specs=specs_of(TENSORS), tensors=pieces
+    )
+    assert (tmp_path / "b").read_bytes() == first
+
+
 def test_a_strided_tensor_is_written_in_its_logical_order(tmp_path):
     tensor = torch.arange(6.0).reshape(2, 3).t()
     path = write(tmp_path / "a", {"x": tensor})
@@ -124,11 +139,63 @@ def test_writing_needs_an_existing_directory_and_a_file_name(tmp_path):
         write(tmp_path)
 
 
+def test_an_error_of_the_system_names_the_file_and_not_the_temporary_one(tmp_path):
+    with pytest.raises(OSError, match="No space") as caught, atomic_file(tmp_path / "a"):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    assert caught.value.filename == str(tmp_path / "a")
+    long = tmp_path / ("a" * 250)
+    with pytest.raises(OSError, match="too long") as caught, atomic_file(long):
+        pass
+    assert caught.value.filename == str(long)
+
+
 def test_atomic_file_keeps_ordinary_permissions(tmp_path):
     with atomic_file(tmp_path / "a") as file:
         file.write(b"x")
     (tmp_path / "b").write_bytes(b"x")
     assert (tmp_path / "a").stat().st_mode == (tmp_path / "b").stat().st_mode
+
+
+def test_a_link_is_written_through_to_its_target(tmp_path):
+    (tmp_path / "there").mkdir()
+    link, target = tmp_path / "link", tmp_path / "there" / "a"
+    link.symlink_to(target)
+    for content in (b"first", b"second"):
+        with atomic_file(link) as file:
+            file.write(content)
+        assert link.is_symlink() and target.read_bytes() == content
+    link.unlink()
+    link.symlink_to(tmp_path / "none" / "a")
+    with pytest.raises(FileNotFoundError, match="none does not exist"), atomic_file(link):
+        pass
+
+
+def test_an_output_that_is_a_link_is_judged_by_its_target(tmp_path):
+    (tmp_path / "input").touch()
+    for target, word in (("none/a", "none does not exist"), ("input", "is an input")):
+        link = tmp_path / f"{target[:4]}.link"
+        link.symlink_to(tmp_path / target)
+        with pytest.raises(ValueError, match=word):
+            check_output("--json", link, [tmp_path / "input"])
+
+
+def test_what_nobody_holds_any_more_is_removed_and_what_is_being_written_is_not(tmp_path):
+    left, young = (tmp_path / f".{name}.0123{TEMPORARY}" for name in ("a", "b"))
+    directory = tmp_path / f".c.0123{TEMPORARY}"
+    directory.mkdir()
+    (directory / "x").touch()
+    foreign = tmp_path / ".a.123.tmp"
+    for path in (left, young, foreign):
+        path.touch()
+    os.utime(left, (0, 0))
+    os.utime(directory, (0, 0))
+    with atomic_file(tmp_path / "first"):
+        held = {path.name for path in tmp_path.iterdir()} - {young.name, foreign.name}
+        assert len(held) == 1
+        os.utime(tmp_path / held.pop(), (0, 0))
+        with atomic_file(tmp_path / "second"):
+            pass
+    assert sorted(os.listdir(tmp_path)) == sorted([foreign.name, young.name, "first", "second"])
 
 
 def test_missing_empty_and_directory_are_named(tmp_path):
@@ -154,7 +221,9 @@ def test_a_file_cut_anywhere_is_refused(tmp_path, keep):
 def test_a_file_with_bytes_after_its_end_is_refused(tmp_path):
     raw = write(tmp_path / "a").read_bytes()
     (tmp_path / "b").write_bytes(raw + b"xx")
-    refused(tmp_path / "b")
+    message = refused(tmp_path / "b")
+    assert "longer than its header says" in message and "truncated" not in message
+    assert f"{len(raw) + 2} bytes instead of {len(raw)}" in message
 
 
 def raw_file(path: Path, header: object, body: bytes = b"", length: int | None = None) -> Path:
@@ -189,6 +258,15 @@ def test_a_header_length_of_2_to_the_60_allocates_nothing(tmp_path):
 def test_offsets_past_the_end_are_truncation(tmp_path):
     header = {"x": {"dtype": "F32", "shape": [100], "data_offsets": [0, 400]}}
     assert "truncated" in refused(raw_file(tmp_path / "a", header, b"\0" * 100))
+
+
+@pytest.mark.parametrize("dtype", ["F4", "F8_E8M0", "F8_E4M3", "F6_E2M3"])
+def test_numbers_of_other_quantisers_are_named_not_called_damaged(tmp_path, dtype):
+    size = {"F4": 4, "F6_E2M3": 6}.get(dtype, 8)
+    header = {"x": {"dtype": dtype, "shape": [8], "data_offsets": [0, size]}}
+    message = refused(raw_file(tmp_path / "a", header, b"\0" * size))
+    assert f"x has the dtype {dtype}" in message and "quantised elsewhere" in message
+    assert "damaged" not in message and "download" not in message
 
 
 def test_overlapping_tensors_are_refused_when_read(tmp_path):

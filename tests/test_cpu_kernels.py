@@ -1,4 +1,4 @@
-"""The CPU's products of a few rows: right on every instruction set, whatever the number of rows."""
+"""Few rows on a CPU: right on every instruction set, whatever the number of rows."""
 
 import os
 import subprocess
@@ -12,6 +12,7 @@ from torch import nn
 
 from model import attend
 from talon.kernels import cpu_kernels
+from talon.loading import choose_operators
 
 ROOT = Path(__file__).resolve().parent.parent
 SIZES = [(576, 960), (1536, 576), (64, 48), (37, 19), (100, 65), (7, 3), (1, 1)]
@@ -42,7 +43,7 @@ def round_to(x, limit):
     return (x / step).round().double() * step
 
 
-def products(inputs, outputs):
+def multiplications(inputs, outputs):
     """Each operator on one random weight of this size: (name, what it computes, its exact twin)."""
     ops = torch.ops.talon
     weight, steps = torch.randn(outputs, inputs), random_int8(outputs, inputs)
@@ -90,24 +91,24 @@ def products(inputs, outputs):
 
 
 @pytest.mark.parametrize("inputs, outputs", SIZES)
-def test_products_are_exact_to_rounding_and_do_not_depend_on_other_rows(inputs, outputs):
+def test_multiplications_are_exact_to_rounding_and_do_not_depend_on_other_rows(inputs, outputs):
     x = torch.randn(max(ROWS), inputs)
-    for name, product, exact in products(inputs, outputs):
+    for name, multiply, exact in multiplications(inputs, outputs):
         expected = exact(x)
-        alone = torch.cat([product(row) for row in x.split(1)])
+        alone = torch.cat([multiply(row) for row in x.split(1)])
         assert error(alone, expected) < CONTRACTED, name
         for rows in ROWS:
-            assert torch.equal(product(x[:rows].contiguous()), alone[:rows]), (name, rows)
+            assert torch.equal(multiply(x[:rows].contiguous()), alone[:rows]), (name, rows)
 
 
 @pytest.mark.skipif(cpu_kernels.load() < 2, reason="a CPU without AMX")
 @pytest.mark.parametrize("inputs, outputs", SIZES)
 def test_vnni_and_amx_give_the_same_bits(inputs, outputs):
     x, found = torch.randn(max(ROWS), inputs), {}
-    for name, product, _ in products(inputs, outputs):
+    for name, multiply, _ in multiplications(inputs, outputs):
         kind, _, amx = name.partition(", amx ")
         if amx:
-            found.setdefault(kind, []).append(product(x))
+            found.setdefault(kind, []).append(multiply(x))
     assert found and all(torch.equal(vnni, amx) for vnni, amx in found.values())
 
 
@@ -149,11 +150,11 @@ def test_a_node_of_a_tree_gets_the_numbers_of_its_place_in_the_text():
 def test_threads_change_no_number():
     x, before = torch.randn(26, 576), torch.get_num_threads()
     try:
-        for name, product, _ in products(576, 960):
+        for name, multiply, _ in multiplications(576, 960):
             results = []
             for threads in (1, 2, 3):
                 torch.set_num_threads(threads)
-                results.append(product(x))
+                results.append(multiply(x))
             assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2]), name
     finally:
         torch.set_num_threads(before)
@@ -170,9 +171,9 @@ def test_extreme_integers_do_not_overflow():
 
 
 def test_rows_of_zeros_and_no_rows_at_all():
-    for name, product, _ in products(64, 48):
-        assert (product(torch.zeros(3, 64)) == 0).all(), name
-        assert product(torch.zeros(0, 64)).shape == (0, 48), name
+    for name, multiply, _ in multiplications(64, 48):
+        assert (multiply(torch.zeros(3, 64)) == 0).all(), name
+        assert multiply(torch.zeros(0, 64)).shape == (0, 48), name
 
 
 def test_fast_linears_share_the_weights_and_keep_the_numbers():
@@ -180,13 +181,13 @@ def test_fast_linears_share_the_weights_and_keep_the_numbers():
     fast = nn.Sequential(*plain)
     expected = {rows: plain(torch.ones(rows, 40)) for rows in (1, 100)}
     weights = [layer.weight for layer in plain]
-    cpu_kernels.speed_up(fast)
+    choose_operators(fast, torch.device("cpu"), torch.float32)
     assert all(isinstance(layer, cpu_kernels.RowsLinear) for layer in fast)
     assert all(a.weight is b for a, b in zip(fast, weights, strict=True))
     for rows, value in expected.items():
         torch.testing.assert_close(fast(torch.ones(rows, 40)), value)
     half = nn.Sequential(nn.Linear(4, 4)).bfloat16()
-    cpu_kernels.speed_up(half)
+    choose_operators(half, torch.device("cpu"), torch.float32)
     assert type(half[0]) is nn.Linear
 
 
@@ -194,7 +195,7 @@ def test_fast_linears_share_the_weights_and_keep_the_numbers():
 @pytest.mark.parametrize(
     "without", ["-mno-amx-int8", "-mno-avx512vnni", "-mno-avx512f", "-mno-avx512f -mno-avx2"]
 )
-def test_every_instruction_set_gives_right_products(without):
+def test_every_instruction_set_gives_right_multiplications(without):
     """Compiled for a lesser CPU than this one, in a process of its own."""
     code = f"""
 from talon.kernels import cpu_kernels
@@ -203,7 +204,7 @@ import test_cpu_kernels as t
 t.setup_module()
 print("level", cpu_kernels.load())
 for size in t.SIZES:
-    t.test_products_are_exact_to_rounding_and_do_not_depend_on_other_rows(*size)
+    t.test_multiplications_are_exact_to_rounding_and_do_not_depend_on_other_rows(*size)
 for shape in t.SHAPES:
     t.test_attention_is_exact_to_rounding_and_does_not_depend_on_other_rows(*shape)
 """

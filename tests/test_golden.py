@@ -31,17 +31,19 @@ class Recorder:
     def __init__(self, decoder) -> None:
         drafter = decoder.drafter
         self.trees, self.levels, self.logits, self.learned = [], [], [], []
-        propose, absorb, logits = drafter.propose, drafter.learn, drafter.head.logits
+        head = drafter.stage.module
+        propose, absorb, logits = drafter.propose, drafter.learn, head.logits
 
-        def spy_propose(*args):
-            length = int(args[1])
+        def spy_propose(root, at, pick):
+            length = int(at.length)
             self.levels.append([])
             self.logits.append([])
-            nodes = propose(*args)
+            nodes = propose(root, at, pick)
             self.trees.append((length, *nodes))
             return nodes
 
-        def spy_learn(features, path, tokens, start, last, slots):
+        def spy_learn(entries, at):
+            features, path, tokens, start, last = entries
             count = int(last) + 1
             entry = {
                 "features": torch.cat([f[path] for f in features], -1)[:count],
@@ -49,7 +51,7 @@ class Recorder:
             }
             entry["start"] = int(start)
             self.learned.append(entry)
-            absorb(features, path, tokens, start, last, slots)
+            absorb(entries, at)
 
         def spy_logits(hidden):
             values = logits(hidden)
@@ -63,9 +65,9 @@ class Recorder:
             else:
                 self.learned[-1]["out"] = output[: len(self.learned[-1]["ids"])].clone()
 
-        drafter.propose, drafter.learn, drafter.head.logits = spy_propose, spy_learn, spy_logits
+        drafter.propose, drafter.learn, head.logits = spy_propose, spy_learn, spy_logits
         drafter.read = spy_learn
-        drafter.head.register_forward_hook(hook)
+        head.register_forward_hook(hook)
 
 
 @pytest.fixture(
@@ -84,7 +86,10 @@ def run(request, tmp_path_factory):
     recorder = Recorder(engine.decoder)
     ids = golden["prompt_ids"].tolist()
     generation = Generation(engine.decoder, ids, SamplingConfig(), len(golden["eagle_ids"]))
-    counts = [len(tokens) for tokens in generation]
+    counts = [0] * len(golden["eagle_ids"])
+    for _ in generation:
+        counts[generation.stats.rounds] += 1
+    counts = counts[: generation.stats.rounds + 1]
     return name, golden, engine, recorder, generation, counts
 
 

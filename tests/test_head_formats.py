@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from hf_folders import command
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from convert_hf_checkpoint import main
 from eagle_draft import DraftConfig
 from talon.checkpoint import Checkpoint, read_checkpoint
 
@@ -92,14 +92,14 @@ def nested(**changes) -> dict:
 
 def convert(path: Path, *flags: str) -> Checkpoint:
     out = path.parent / f"{path.name}.out"
-    assert main(["--checkpoint_dir", str(path), "--out", str(out), *flags]) == 0
+    assert command("--checkpoint_dir", path, "--out", out, *flags) == 0
     return read_checkpoint(out)
 
 
 def refusal(capsys, path: Path, *words: str) -> None:
     capsys.readouterr()
     out = path.parent / "refused.out"
-    assert main(["--checkpoint_dir", str(path), "--out", str(out)]) == 2
+    assert command("--checkpoint_dir", path, "--out", out) == 2
     captured = capsys.readouterr()
     lines = captured.err.strip().splitlines()
     assert captured.out == "" and len(lines) == 1 and not out.exists(), captured.err
@@ -586,7 +586,7 @@ def test_a_heads_tokenizer_does_not_follow_it(tmp_path):
     path = make(tmp_path / "head", CONFIG3, eagle3())
     (path / "tokenizer.json").write_text("{}")
     out = tmp_path / "out" / "head.safetensors"
-    assert main(["--checkpoint_dir", str(path), "--out", str(out)]) == 0
+    assert command("--checkpoint_dir", path, "--out", out) == 0
     assert [file.name for file in out.parent.iterdir()] == ["head.safetensors"]
 
 

@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny import unpack_int4
 
 triton = pytest.importorskip("triton")
 
 # ruff: noqa: E402
 from talon.kernels import triton_kernels as kernels
-from talon.kernels.linear import quantize_int4, quantize_int8, unpack_int4
+from talon.kernels.linear import quantize_int4, quantize_int8
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARED_MEMORY = 99 * 1024  # of one block on sm_86

@@ -1,10 +1,10 @@
-"""Prompt lookup and falling back: ids stay those of plain decoding, guesses are what followed
+"""Prompt lookup: ids stay those of plain decoding, guesses are what followed
 before, nothing waits.
 """
 
 import pytest
 import torch
-from test_engine import NoWaiting, Replayed
+from test_engine import NoWaiting
 from tiny import (
     GOLDEN,
     converted,
@@ -17,12 +17,12 @@ from tiny import (
     table_model,
 )
 
-from eagle_draft import accept, ancestor_mask
+from eagle_draft import Nodes, accept, ancestor_mask
+from model import At
 from talon.decoder import Decoder
-from talon.drafters import look_up, remember
-from talon.fallback import FIRST_PAUSE, LONGEST_PAUSE, PATIENCE, Pace
+from talon.drafters.lookup import look_up, remember
 from talon.loading import fit_tree
-from talon.sampling import SamplingConfig
+from talon.sampling import Greedy, SamplingConfig
 from talon.text import load
 from talon.trees import NO_TREE, parse_tree
 
@@ -38,7 +38,7 @@ def continuation(text: list[int], count: int, rows: int = 32) -> list[int]:
     history = torch.full((rows + 1,), -1)
     remember(history, torch.tensor([0]), torch.tensor([*text[1:], *[77] * 5]))  # 77: padding
     slots = torch.arange(rows)
-    return look_up(history, torch.tensor([len(text) - 1]), slots, count).tolist()
+    return look_up(history, At(torch.tensor([len(text) - 1]), slots), count).tolist()
 
 
 def slow_continuation(text: list[int], count: int) -> list[int] | None:
@@ -109,16 +109,6 @@ def test_a_text_that_loops_is_guessed_in_full_once_it_has_looped():
     assert run.stats.rounds < 26
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_a_recorded_round_replays_and_nothing_waits(sampling):
-    model = table_model(cycle_table(24, gap=3.0))
-    plain = decode(eager(model), [1, 2, 3], 60, SAMPLINGS[sampling]).tokens
-    decoder = Replayed(model, 100, None, parse_tree("lookup:5"), compile=False)
-    assert decode(decoder, [1, 2, 3], 60, SAMPLINGS[sampling]).tokens == plain
-    with torch.inference_mode(), NoWaiting():
-        decoder.round(decoder.slots(100), SAMPLINGS[sampling].kind)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("tree", ["lookup:5", "dynamic:nodes=8,levels=3,top_k=4+lookup:3"])
 def test_compiled_ids_equal_eager_ids_and_nothing_recompiles(tree):
@@ -126,8 +116,7 @@ def test_compiled_ids_equal_eager_ids_and_nothing_recompiles(tree):
 
     model = random_model(max_seq_length=1024)
     decoder = Decoder(model, 1000, random_head(model), parse_tree(tree), compile=True)
-    decoder.fall_back_below(3.0)
-    decoder.warm_up("greedy")
+    decoder.warm_up(SamplingConfig())
     before = counters["stats"]["unique_graphs"]
     for length in (1, 64, 300):
         ids = torch.randint(128, (length,)).tolist()
@@ -137,10 +126,10 @@ def test_compiled_ids_equal_eager_ids_and_nothing_recompiles(tree):
 
 
 def test_lookup_needs_no_head_and_is_named_where_one_is_missing(tmp_path):
-    assert fit_tree("auto", None) == NO_TREE
-    assert fit_tree("lookup:3", None).nodes == 4
+    assert fit_tree(None, None) == NO_TREE
+    assert fit_tree(parse_tree("lookup:3"), None).nodes == 4
     with pytest.raises(ValueError, match="lookup:5"):
-        fit_tree("chain:3", None)
+        fit_tree(parse_tree("chain:3"), None)
     for text in ("lookup", "lookup:", "lookup:0", "lookup:65", "lookup:x", "lookup:-1"):
         with pytest.raises(ValueError, match=r"lookup:K \(1 to 64\)"):
             parse_tree(text)
@@ -171,12 +160,12 @@ def test_of_a_token_that_was_grown_and_looked_up_the_longer_path_is_accepted():
     """Below root 7 grow 1 and 2, with 9 below 1; looked up are 1, 5 and 6. Right are 7 1 5 6."""
     tokens = torch.tensor([7, 1, 2, 9, 1, 5, 6])
     parents = torch.tensor([0, 0, 0, 1, 0, 4, 5])
-    ancestors = ancestor_mask(parents, 4)
+    nodes = Nodes(tokens, parents, ancestor_mask(parents, 4))
     choice = torch.tensor([1, 5, 3, 3, 5, 6, 8])  # after 7 comes 1, after it 5, and so on
-    path, count = accept(choice, tokens, parents, ancestors, 4)
+    path, count = accept(choice, nodes, 4)
     assert path.tolist() == [0, 4, 5, 6] and int(count) == 4
     choice = torch.tensor([1, 9, 3, 3, 9, 6, 8])  # now 7 1 9 are right
-    path, count = accept(choice, tokens, parents, ancestors, 4)
+    path, count = accept(choice, nodes, 4)
     assert path[: int(count)].tolist() == [0, 1, 3]
 
 
@@ -187,10 +176,8 @@ def test_both_sources_lie_below_one_root():
     for tree in (grown, "lookup:3", f"{grown}+lookup:3"):
         decoder = eager(model, random_head(model), parse_tree(tree))
         with torch.inference_mode():
-            decoder.prefill([3, 5, 7, 3, 5], 0, "greedy")
-            nodes[tree] = decoder.drafter.propose(
-                decoder.root, decoder.length, decoder.slots(64), decoder.sampling, "greedy"
-            )
+            decoder.prefill([3, 5, 7, 3, 5], 0, Greedy())
+            nodes[tree] = decoder.drafter.propose(decoder.root, decoder.at(64), Greedy())
     tokens, parents, ancestors = nodes[f"{grown}+lookup:3"]
     assert tokens.tolist() == [*nodes[grown][0].tolist(), *nodes["lookup:3"][0].tolist()[1:]]
     assert parents.tolist() == [*nodes[grown][1].tolist(), 0, 6, 7]
@@ -225,14 +212,14 @@ def test_either_source_may_win_a_round():
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_a_recorded_round_of_both_sources_replays_and_nothing_waits(sampling):
+@pytest.mark.parametrize("tree", ["lookup:5", "dynamic:nodes=8,levels=3,top_k=4+lookup:3"])
+def test_a_round_never_waits_for_the_device(tree, sampling):
     model = table_model(cycle_table(24, gap=3.0))
-    head, tree = table_head(model), parse_tree("dynamic:nodes=8,levels=3,top_k=4+lookup:3")
-    plain = decode(eager(model), [1, 2, 3], 60, SAMPLINGS[sampling]).tokens
-    decoder = Replayed(model, 100, head, tree, compile=False)
-    assert decode(decoder, [1, 2, 3], 60, SAMPLINGS[sampling]).tokens == plain
+    decoder = eager(model, table_head(model), parse_tree(tree))
+    pick = decoder.picks.set(SAMPLINGS[sampling])
+    decoder.prefill([1, 2, 3], 0, pick)
     with torch.inference_mode(), NoWaiting():
-        decoder.round(decoder.slots(100), SAMPLINGS[sampling].kind)
+        decoder.round(decoder.at(100), pick)
 
 
 def test_a_round_launched_ahead_of_the_last_one_fits_into_the_caches():
@@ -241,10 +228,10 @@ def test_a_round_launched_ahead_of_the_last_one_fits_into_the_caches():
     tree = parse_tree("dynamic:nodes=100,levels=3,top_k=10+lookup:64")
     decoder = eager(model, table_head(model), tree, context=200)
     with torch.inference_mode():
-        decoder.prefill([i % 24 for i in range(198)], 0, "greedy")
+        decoder.prefill([i % 24 for i in range(198)], 0, Greedy())
         for start in (198, 198 + 65):
-            decoder.round(decoder.slots(start + decoder.reach), "greedy")
-            count, *tokens = decoder.report.tolist()
+            decoder.round(decoder.at(start + tree.reach), Greedy())
+            count, *tokens = decoder.result.tolist()
             assert count == 65 and tokens == [(start + 1 + i) % 24 for i in range(65)]
 
 
@@ -260,131 +247,7 @@ def test_a_tree_with_a_lookup_is_named_and_counted():
         with pytest.raises(ValueError, match=r"is not known: give auto, .* with \+lookup:K"):
             parse_tree(text)
     with pytest.raises(ValueError, match="needs a head"):
-        fit_tree("chain:2+lookup:3", None)
+        fit_tree(parse_tree("chain:2+lookup:3"), None)
 
 
 # ---------------------------------------------------------------- falling back
-
-
-def test_pace_pauses_after_its_patience_and_doubles_the_pause_while_drafting_loses():
-    pace = Pace(break_even=2.0)
-    rounds = 0
-    while not pace.plain:
-        pace.count(1, plain=False)
-        rounds += 1
-    assert rounds == PATIENCE + 1
-    pauses = []
-    for _ in range(7):
-        paused = 0
-        while pace.plain:
-            pace.count(1, plain=True)
-            paused += 1
-        pauses.append(paused)
-        while not pace.plain:
-            pace.count(1, plain=False)
-    assert pauses[:3] == [FIRST_PAUSE, 2 * FIRST_PAUSE, 4 * FIRST_PAUSE]
-    assert pauses[-1] == LONGEST_PAUSE
-
-
-def test_pace_never_pauses_while_drafting_wins_and_forgets_old_pauses_once_it_does():
-    pace = Pace(break_even=1.5)
-    for _ in range(500):
-        pace.count(2, plain=False)
-        assert not pace.plain
-    for _ in range(20):
-        pace.count(1, plain=False)
-    assert pace.plain
-    while pace.plain:
-        pace.count(1, plain=True)
-    for _ in range(20):
-        pace.count(3, plain=False)
-    assert not pace.plain and pace.next_pause == FIRST_PAUSE
-
-
-def test_what_a_useless_draft_costs_stays_small():
-    pace, lost, texts = Pace(break_even=1.5), 0.0, 1000
-    for _ in range(texts):
-        lost += 0.0 if pace.plain else pace.break_even - 1
-        pace.count(1, pace.plain)
-    assert lost < 0.02 * texts
-
-
-def fallback_pairs() -> dict:
-    random, table = (
-        random_model(max_seq_length=512),
-        table_model(cycle_table(24, gap=3.0), max_seq_length=512),
-    )
-    return {
-        "random eagle1": (random, random_head(random), "static"),
-        "random eagle3": (random, random_head(random, "eagle3", draft_vocab_size=96), "chain:3"),
-        "half": (
-            table,
-            table_head(table, tuple(range(0, 24, 2))),
-            "dynamic:nodes=8,levels=3,top_k=4",
-        ),
-        "lookup": (random, None, "lookup:4"),
-        "both": (random, random_head(random), "chain:2+lookup:4"),
-    }
-
-
-PAIRS = fallback_pairs()
-
-
-@pytest.mark.parametrize("sampling", SAMPLINGS)
-@pytest.mark.parametrize("name", PAIRS)
-def test_ids_equal_plain_ids_while_drafting_pauses_and_returns(name, sampling):
-    model, head, tree = PAIRS[name]
-    decoder = Decoder(model, 400, head, parse_tree(tree), compile=False)
-    decoder.fall_back_below(3.5)
-    for ids in ([3, 1, 4], [3, 1, 4, 1, 5]):
-        plain = decode(eager(model, context=400), ids, 130, SAMPLINGS[sampling]).tokens
-        run = decode(decoder, ids, 130, SAMPLINGS[sampling])
-        assert run.tokens == plain
-        assert 0 < run.stats.plain_rounds < run.stats.rounds, "it paused and it returned"
-
-
-def test_after_a_pause_the_drafter_knows_what_it_would_have_learned():
-    """Trees after a return equal those of a decoder that never paused, at the same positions."""
-    model = random_model(max_seq_length=512)
-    trees = {}
-    for kind in ("steady", "pausing"):
-        decoder = Decoder(model, 400, random_head(model), parse_tree("chain:3"), compile=False)
-        if kind == "pausing":
-            decoder.fall_back_below(3.0)
-        propose = decoder.drafter.propose
-
-        def spy(root, length, *rest, kind=kind, propose=propose):
-            nodes = propose(root, length, *rest)
-            trees.setdefault(kind, {})[int(length)] = nodes[0].tolist()
-            return nodes
-
-        decoder.drafter.propose = spy
-        decode(decoder, [3, 1, 4], 170)
-    both = set(trees["steady"]) & set(trees["pausing"])
-    assert len([at for at in both if at > FIRST_PAUSE]) >= 2, "it returned at least twice"
-    assert all(trees["steady"][at] == trees["pausing"][at] for at in both)
-
-
-def test_plain_rounds_replay_too():
-    model, head, tree = PAIRS["half"]
-
-    class Both(Replayed):
-        def launch_plain(self, needed, kind):
-            if self.behind == self.chunk:
-                self.catch_up(needed)
-            self.behind += 1
-            with torch.inference_mode(), NoWaiting():
-                self.plain_round(self.slots(needed), kind)
-            count, *tokens = self.report.tolist()
-            return type("Done", (), {"tokens": staticmethod(lambda: tokens[:count])})
-
-        def launch(self, needed, kind):
-            with torch.inference_mode():
-                self.catch_up(needed)
-            return super().launch(needed, kind)
-
-    decoder = Both(model, 400, head, parse_tree(tree), compile=False)
-    decoder.fall_back_below(3.0)
-    run = decode(decoder, [1, 2, 3], 120)
-    assert run.tokens == decode(eager(model, context=400), [1, 2, 3], 120).tokens
-    assert run.stats.plain_rounds

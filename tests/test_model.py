@@ -9,7 +9,17 @@ import torch
 from safetensors.torch import load_file
 from tiny import GOLDEN, converted, decode, eager, random_model
 
-from model import KVCache, RopeScaling, causal_mask, rope_frequencies, rope_table, rotate, tree_mask
+from model import (
+    At,
+    KVCache,
+    Place,
+    RopeScaling,
+    causal_mask,
+    rope_frequencies,
+    rope_table,
+    rotate,
+    tree_mask,
+)
 from talon.checking import full_logits, slow_greedy
 from talon.text import load
 
@@ -79,7 +89,7 @@ def test_rope_tables_are_exact_in_fp32_far_out():
 
 def test_rope_table_is_not_rounded_to_the_models_dtype():
     decoder = eager(random_model().bfloat16())
-    assert decoder.table.dtype == torch.float32
+    assert decoder.target.rope.dtype == torch.float32
 
 
 def test_llama3_scaling_leaves_fast_frequencies_and_divides_slow_ones():
@@ -118,7 +128,7 @@ def test_causal_mask_begins_at_the_start():
 
 def test_tree_mask_shows_committed_slots_ancestors_and_self():
     ancestors = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]]).bool()
-    mask = tree_mask(torch.tensor([2]), ancestors, torch.arange(7))
+    mask = tree_mask(At(torch.tensor([2]), torch.arange(7)), ancestors)
     assert mask.int().tolist() == [
         [1, 1, 1, 0, 0, 0, 0],
         [1, 1, 1, 1, 0, 0, 0],
@@ -134,24 +144,20 @@ def test_cache_moves_rows_that_overlap():
 
 
 def test_features_are_the_inputs_of_the_named_layers():
-    model = random_model(n_layer=4)
-    rows = torch.arange(3)
+    model, tokens = random_model(n_layer=4), torch.arange(3)
     cache = KVCache(4, 2, 8, 16, torch.float32)
-    entered = (
-        model.tok_embeddings(rows),
-        rope_table(3, 16, 1e4, None),
-        rows,
-        causal_mask(rows[:1], 3, rows),
-    )
-    x, features = model(*entered, cache, (0, 2, 4))
-    assert torch.equal(features[0], model.tok_embeddings(rows))
-    assert torch.equal(features[2], x)
+    place = Place(rope_table(3, 16, 1e4, None), tokens, causal_mask(tokens[:1], 3, tokens))
+    hidden, features = model(tokens, place, cache, (0, 2, 4))
+    assert torch.equal(features[0], model.tok_embeddings(tokens))
+    assert torch.equal(model.norm(features[2]), hidden)
+    (alone,) = model(tokens, place, cache)[1]
+    assert torch.equal(alone, hidden)  # what an EAGLE-1 head reads
     model.layers = model.layers[:2]
-    torch.testing.assert_close(features[1], model(*entered, cache)[0])
+    torch.testing.assert_close(model.norm(features[1]), model(tokens, place, cache)[0])
 
 
 def test_decoding_speed_does_not_depend_on_the_caches_size():
     """The slots attended to come from the length bucket, not from the cache that was made."""
     large = eager(random_model(max_seq_length=4096), context=4096)
-    assert large.slots(200).shape == (256,) and large.slots(257).shape == (512,)
-    assert large.slots(5000).shape == (large.cache.rows - 1,)
+    assert large.at(200).slots.shape == (256,) and large.at(257).slots.shape == (512,)
+    assert large.at(5000).slots.shape == (large.cache.rows - 1,)

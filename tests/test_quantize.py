@@ -8,23 +8,24 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny import random_head, random_model
+from tiny import random_head, random_model, save_byte_tokenizer, unpack_int4
+from tiny_training import tiny_target, write_target
 from torch import nn
 
 import quantize
-from model import ModelConfig, Transformer
+from model import Transformer
 from quantize import Plan, quantize_checkpoint, quantize_weight
-from talon.checkpoint import TensorSpec, read_checkpoint, write_checkpoint
+from talon.checkpoint import TensorSpec, read_checkpoint
 from talon.kernels.linear import (
     LINEARS,
-    pack,
     pack_int4,
     quantize_int4,
     quantize_int8,
     swap_linears,
-    unpack_int4,
     unpacked,
 )
+from talon.loading import choose_operators, load_target, open_files
+from talon.writing import write_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
 CPU = torch.device("cpu")
@@ -44,7 +45,7 @@ def layer_of(weight, mode, groupsize=32, bias=None, smoothing=None, dtype=torch.
     if bias is not None:
         state["one.bias"] = bias
     holder.load_state_dict(state, assign=True)
-    pack(holder.requires_grad_(False), CPU, dtype)
+    choose_operators(holder.requires_grad_(False), CPU, dtype)
     return holder.one
 
 
@@ -158,7 +159,7 @@ def test_any_size_any_dtype_and_a_bias(mode, shape, dtype):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_row_does_not_depend_on_the_rows_beside_it(mode):
+def test_a_row_does_not_depend_on_the_rows_next_to_it(mode):
     layer = layer_of(torch.randn(96, 576), mode)
     x = torch.randn(40, 576)
     together = layer(x)
@@ -200,7 +201,7 @@ def test_some_rows_of_a_packed_layer_are_a_packed_layer(mode):
     assert torch.equal(reduced.rows_of(torch.tensor([2]))(x), layer(x)[:, 7:8])
 
 
-def test_smoothing_changes_no_product_but_its_rounding():
+def test_smoothing_changes_nothing_but_the_rounding():
     weight, x = torch.randn(32, 64), torch.randn(6, 64)
     x[:, 7] *= 100
     smoothing, promised = quantize.smooth(weight, x, dynamic=True)
@@ -229,18 +230,7 @@ def tiny_file(path, **changes):
 
 
 def load(path):
-    """The target of a file as loading.py does it."""
-    checkpoint = read_checkpoint(path)
-    config = ModelConfig.from_dict(checkpoint.config)
-    with torch.device("meta"):
-        model = Transformer(config)
-    swap_linears(model, checkpoint.quantization)
-    state = dict(checkpoint.tensors())
-    if "output.weight" not in state:
-        state["output.weight"] = state["tok_embeddings.weight"]
-    model.load_state_dict(state, strict=True, assign=True)
-    pack(model.requires_grad_(False), CPU, torch.float32)
-    return model
+    return load_target(open_files(path), CPU, torch.float32)
 
 
 def states(path):
@@ -392,10 +382,18 @@ def test_an_interrupted_run_leaves_nothing(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == [source.name]
 
 
-def test_evaluation_compares_with_the_original(tmp_path, monkeypatch):
-    source = tiny_file(tmp_path / "talon.safetensors")
-    monkeypatch.setattr(quantize, "read_text", lambda *a: [i * 7 % 128 for i in range(600)])
+def test_evaluation_compares_with_the_original(tmp_path):
+    source = tiny_file(tmp_path / "talon.safetensors", vocab_size=256)
+    save_byte_tokenizer(tmp_path)
     out = quantize_checkpoint(source, "int8")
     same = list(quantize.evaluate(source, source))
     assert same[1].endswith("(+0.00%), greedy tokens equal 100.00%")
     assert "greedy tokens equal 9" in list(quantize.evaluate(out, None))[1]
+
+
+def test_a_loss_that_no_float_can_raise_e_to_is_an_infinite_perplexity(tmp_path):
+    model = tiny_target()
+    model.output.weight *= 1e4
+    path = write_target(tmp_path, model)
+    perplexity, choices = quantize.predictions(read_checkpoint(path), list(range(40)))
+    assert perplexity == float("inf") and len(choices) == 40

@@ -1,4 +1,4 @@
-"""What the README says to type works: bash and python blocks run, console flags exist."""
+"""What README and docs say to type works: bash and python blocks run, console flags exist."""
 
 import re
 import shlex
@@ -10,10 +10,13 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+DOCS = "".join(page.read_text(encoding="utf-8") for page in sorted((ROOT / "docs").glob("*.md")))
 
 
 def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", README, re.S)
+    """What is to be run stands in the README; what is to be typed also in docs/."""
+    text = README + DOCS if language == "console" else README
+    return re.findall(rf"```{language}\n(.*?)```", text, re.S)
 
 
 def commands(language: str) -> list[list[str]]:
@@ -52,10 +55,10 @@ def test_every_flag_exists(language):
     for words in commands(language):
         if words[0] not in ("python", "torchrun"):
             continue
-        script = next(word for word in words if word.endswith(".py"))
+        script = next(word for word in words if word.endswith(".py") or word.startswith("talon."))
         if script not in scripts:
             helped = subprocess.run(
-                [sys.executable, script, "--help"],
+                [sys.executable, *(["-m"] if "-m" in words else []), script, "--help"],
                 cwd=ROOT,
                 capture_output=True,
                 text=True,
@@ -68,12 +71,13 @@ def test_every_flag_exists(language):
     assert scripts
 
 
-def test_every_file_of_the_table_exists_and_every_module_is_in_it():
-    rows = re.findall(r"^\| (`[^|]*\.py`) \|", README, re.M)
-    patterns = re.findall(r"`([\w*/]+\.py)`", " ".join(rows))
-    assert patterns and all(list(ROOT.glob(pattern)) for pattern in patterns)
-    for module in ROOT.glob("*.py"):
-        assert any(module.match(pattern) for pattern in patterns), module.name
+def test_links_and_named_files_exist():
+    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+        text = page.read_text(encoding="utf-8")
+        for link in re.findall(r"\]\(([^)#:]+)\)", text):
+            assert (page.parent / link).exists(), (page.name, link)
+        for name in re.findall(r"`((?:talon|scripts|assets|docs)/[\w/.-]+\.\w+)`", text):
+            assert (ROOT / name).exists(), (page.name, name)
 
 
 @pytest.mark.slow

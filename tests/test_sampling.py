@@ -10,22 +10,19 @@ from safetensors.torch import load_file
 from tiny import GOLDEN, converted
 
 from talon.checking import full_logits
-from talon.sampling import SamplingConfig, SamplingState, choose, guess, gumbel, perturb
+from talon.sampling import Pick, Picks, SamplingConfig, gumbel
 from talon.text import load
 
 DRAWS = 20_000
 
 
-def state_of(**fields) -> tuple[SamplingState, str]:
-    config, state = SamplingConfig(**fields), SamplingState(torch.device("cpu"))
-    state.set(config)
-    return state, config.kind
+def pick_of(**fields) -> Pick:
+    return Picks(torch.device("cpu")).set(SamplingConfig(**fields))
 
 
 def draw(logits: torch.Tensor, draws: int = DRAWS, **fields) -> torch.Tensor:
     """`draws` seeded choices at different positions: int64 [draws]."""
-    state, kind = state_of(**fields)
-    return choose(logits.expand(draws, -1), torch.arange(draws), state, kind)
+    return pick_of(**fields).choose(logits.expand(draws, -1), torch.arange(draws))
 
 
 def p_value(counts: torch.Tensor, probs: torch.Tensor) -> float:
@@ -131,8 +128,7 @@ def test_noise_depends_on_seed_position_and_token_alone():
 
 def test_greedy_ties_go_to_the_lowest_id():
     logits = torch.tensor([[1.0, 3.0, 2.0, 3.0, 3.0]])
-    state, kind = state_of(temperature=0)
-    assert choose(logits, torch.tensor([0]), state, kind).tolist() == [1]
+    assert pick_of(temperature=0).choose(logits, torch.tensor([0])).tolist() == [1]
 
 
 def test_exactly_k_are_kept_when_logits_tie():
@@ -152,7 +148,7 @@ def test_top_k_at_or_above_the_vocabulary_is_no_filter(top_k):
 
 @pytest.mark.parametrize("temperature", [0.0, 1e-8, 1e-6])
 def test_tiny_temperatures_are_greedy(temperature):
-    assert SamplingConfig(temperature, top_k=3, top_p=0.5).kind == "greedy"
+    assert SamplingConfig(temperature, top_k=3, top_p=0.5).greedy
 
 
 def test_a_low_temperature_is_nearly_greedy_without_overflow():
@@ -175,22 +171,22 @@ def test_the_heads_guess_meets_the_targets_noise():
     """A head with the target's own logits guesses the target's choice first, whatever the seed."""
     logits, positions = torch.randn(50, 300), torch.arange(50)
     for fields in ({"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.9}, {"temperature": 0.0}):
-        state, kind = state_of(seed=5, **fields)
-        scores, tokens = guess(logits, positions, torch.arange(300), state, kind, top_k=4)
-        assert torch.equal(tokens[:, 0], choose(logits, positions, state, kind))
+        pick = pick_of(seed=5, **fields)
+        scores, tokens = pick.guess(logits, positions, torch.arange(300), top_k=4)
+        assert torch.equal(tokens[:, 0], pick.choose(logits, positions))
         assert (scores <= 0).all() and (scores.diff(dim=1) <= 0).all()
 
 
 def test_a_reduced_vocabulary_meets_the_same_noise():
     logits, ids = torch.randn(1, 40), torch.arange(0, 80, 2)
-    state, kind = state_of(temperature=1.0, seed=2)
-    values, _ = perturb(logits, torch.tensor([9]), ids, state, kind, 40)
-    torch.testing.assert_close(values - logits, gumbel(state.seed, torch.tensor([9]), ids))
+    pick, position = pick_of(temperature=1.0, seed=2), torch.tensor([9])
+    values, _ = pick.values(logits, position, ids, 40)
+    torch.testing.assert_close(values - logits, gumbel(pick.seed, position, ids))
 
 
 def test_guesses_survive_a_head_that_yields_nan():
     logits = torch.tensor([[float("nan"), 1.0, float("nan"), 2.0]])
-    state, kind = state_of(temperature=0)
-    scores, tokens = guess(logits, torch.tensor([0]), torch.arange(4), state, kind, top_k=4)
+    pick = pick_of(temperature=0)
+    scores, tokens = pick.guess(logits, torch.tensor([0]), torch.arange(4), top_k=4)
     assert tokens[0, :2].tolist() == [3, 1] and sorted(tokens[0].tolist()) == [0, 1, 2, 3]
     assert not scores.isnan().any()

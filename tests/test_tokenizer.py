@@ -87,7 +87,7 @@ def sentencepiece_bytes() -> bytes:
     return buffer.getvalue()
 
 
-def json_of_sentencepiece(data: bytes, legacy: bool) -> JsonTokenizer:
+def json_of_sentencepiece(data: bytes, legacy: bool, prefix_space: bool = True) -> JsonTokenizer:
     """The same vocabulary as a tokenizer.json of the kind that Hugging Face ships for LLaMA-2."""
     source = SentencePieceProcessor(model_proto=data)
     vocab = {source.id_to_piece(i): i for i in range(source.vocab_size())}
@@ -102,19 +102,13 @@ def json_of_sentencepiece(data: bytes, legacy: bool) -> JsonTokenizer:
         models.BPE(vocab, pairs, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
     )
     if legacy:
-        model.normalizer = normalizers.Sequence(
-            [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
-        )
+        steps = [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+        model.normalizer = normalizers.Sequence(steps[not prefix_space :])
     else:
-        model.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
-    model.decoder = decoders.Sequence(
-        [
-            decoders.Replace("\u2581", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
-    )
+        scheme = "first" if prefix_space else "never"
+        model.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+    steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    model.decoder = decoders.Sequence(steps + [decoders.Strip(" ", 1, 0)] * prefix_space)
     model.post_processor = processors.TemplateProcessing(
         single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", 1)]
     )
@@ -181,6 +175,20 @@ def test_sentencepiece_ids_and_text_equal_both_libraries(
 
 
 @pytest.mark.parametrize("legacy", [True, False])
+@pytest.mark.parametrize("text", [*TEXTS, "Hello</s> Hello", "</s>the dog"])
+def test_a_sentencepiece_folder_may_do_without_the_space_in_front(
+    tmp_path: Path, sentencepiece_bytes: bytes, legacy: bool, text: str
+) -> None:
+    (tmp_path / "tokenizer.model").write_bytes(sentencepiece_bytes)
+    write_json(tmp_path, "tokenizer_config.json", {"legacy": legacy, "add_prefix_space": False})
+    library = json_of_sentencepiece(sentencepiece_bytes, legacy, prefix_space=False)
+    tokenizer = load_tokenizer(tmp_path)
+    ids = tokenizer.encode(text)
+    assert ids == library.encode(text).ids
+    assert tokenizer.decode(ids) == library.decode(ids)
+
+
+@pytest.mark.parametrize("legacy", [True, False])
 @pytest.mark.parametrize(
     "text",
     [
@@ -207,6 +215,7 @@ def test_added_tokens_of_a_sentencepiece_folder_are_found(
     (tmp_path / "tokenizer.model").write_bytes(sentencepiece_bytes)
     added = {"341": {"content": "<|im_end|>", "special": True, "rstrip": True}}
     write_json(tmp_path, "added_tokens.json", {"<|im_start|>": 340, "<tool>": 342})
+    added["343"] = {"content": ""}
     settings = {"added_tokens_decoder": added, "additional_special_tokens": ["<|im_start|>"]}
     write_json(tmp_path, "tokenizer_config.json", settings)
     tokenizer = load_tokenizer(tmp_path)
@@ -360,6 +369,20 @@ def test_ids_beyond_the_vocabulary_add_nothing(
     assert tokenizer.decode([9999, *tokenizer.encode("dog"), 9999]) == "dog"
 
 
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_byte_level_vocabulary_is_read_as_such_under_another_decoder(
+    tmp_path: Path, sentencepiece_bytes: bytes, text: str
+) -> None:
+    model = byte_level_model()
+    model.decoder = json_of_sentencepiece(sentencepiece_bytes, legacy=True).decoder
+    model.add_special_tokens(["<\uff5cend\u2581of\u2581turn\uff5c>"])
+    model.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(tmp_path)
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == byte_level_model().decode(ids) == text
+    assert "".join(streamed(tokenizer, ids, [1])) == text
+
+
 def test_a_whole_word_vocabulary_puts_one_space_between_words(tmp_path: Path) -> None:
     model = JsonTokenizer(models.WordLevel({"one": 0, "two": 1, "?": 2}, unk_token="?"))
     model.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -397,6 +420,8 @@ def test_of_several_named_templates_the_default_is_used(tmp_path: Path) -> None:
     assert with_template(tmp_path, named).render_chat(MESSAGES) == "D"
     with pytest.raises(ValueError, match="there are: tool_use"):
         with_template(tmp_path, named[:1]).render_chat(MESSAGES)
+    by_name = {"tool_use": "T", "default": "D"}
+    assert with_template(tmp_path, by_name).render_chat(MESSAGES) == "D"
 
 
 def test_a_template_file_wins_over_the_config(tmp_path: Path) -> None:
@@ -480,8 +505,8 @@ LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 499723\n
         ("tokenizer.model", LFS, "Git LFS pointer"),
         ("tokenizer.json", b'{"version": "1.0", "trunc', "cannot be read"),
         ("tokenizer.json", b"{}", "cannot be read"),
-        ("tokenizer.json", b"\xff\xfe", "cannot be read"),
-        ("tokenizer.model", b"", "not a whole sentencepiece file"),
+        ("tokenizer.json", b"\xff\xfe", "is not UTF-8"),
+        ("tokenizer.model", b"", "is empty"),
         ("tokenizer.model", b"garbage", "not a whole sentencepiece file"),
     ],
 )

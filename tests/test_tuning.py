@@ -1,10 +1,7 @@
-"""Choosing a tree: recorded acceptance equals real acceptance, the choice follows from the costs,
-and it is kept.
-"""
+"""Choosing a tree: recorded acceptance is real acceptance, costs decide, and the choice is kept."""
 
 import json
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,14 +19,15 @@ from tiny import (
 
 from generate import main
 from talon.decoder import Decoder
+from talon.loading import open_files
 from talon.sampling import SamplingConfig
 from talon.text import load
 from talon.trees import EAGLE1_PATHS, NO_TREE, dynamic_tree, parse_tree, static_tree, with_lookup
 from talon.tuning import acceptance
 from talon.tuning import choice as tuning
 from talon.tuning.acceptance import Recording
-from talon.tuning.choice import Candidate, Choice, Racer
-from talon.tuning.costs import Costs, interpolate, medians
+from talon.tuning.choice import Candidate, Choice
+from talon.tuning.costs import Costs, interpolate, medians, take_turns, target_pass, times
 
 PROMPTS = [[1, 2, 3], [5, 6, 9, 2], [7, 3]]
 GREEDY = SamplingConfig()
@@ -54,15 +52,15 @@ def measured(tree, sampling) -> float:
     """Mean accepted nodes of the rounds that really decode the same texts."""
     model, head = noisy_pair()
     decoder = Decoder(model, 400, head, tree, compile=False)
-    decoder.sampling.set(sampling)
+    pick = decoder.picks.set(sampling)
     accepted = []
     for ids in PROMPTS:
         with torch.inference_mode():
-            decoder.prefill(ids, 0, sampling.kind)
+            decoder.prefill(ids, 0, pick)
             at = 0
             while at < 100:
-                decoder.round(decoder.slots(len(ids) + at + 80), sampling.kind)
-                accepted.append(int(decoder.report[0]) - 1)
+                decoder.round(decoder.at(len(ids) + at + 80), pick)
+                accepted.append(int(decoder.result[0]) - 1)
                 at += accepted[-1] + 1
     return float(np.mean(accepted))
 
@@ -128,18 +126,6 @@ def test_rounds_go_on_behind_what_they_accepted():
     assert recording.accepted_per_round(np.zeros(7, dtype=int)) == 0
 
 
-def test_a_model_that_stops_at_once_leaves_the_preset_and_nothing_is_kept(tmp_path):
-    model, head = ending_pair(*range(24))
-    files, said = (tmp_path / "t.safetensors", tmp_path / "h.safetensors"), []
-    for file in files:
-        file.write_bytes(b"x")
-    choice = tuning.settle(
-        files, ("cpu", "fp32"), model, head, lambda: PROMPTS, GREEDY, False, "once", said.append
-    )
-    assert choice is None and said[-1].endswith("the preset stays")
-    assert not tuning.cache_path(files[0]).exists()
-
-
 def test_likely_paths_are_a_tree_of_the_most_frequent_ranks(recording):
     paths = acceptance.likely_paths(recording, 12, 4)
     known = {tuple(path) for path in paths}
@@ -157,7 +143,9 @@ def test_every_tree_of_a_head_is_also_considered_with_a_lookup(recording):
     found = tuning.candidates(recording, costs)
     grown = [c for c in found if c.kind in ("chain", "static", "dynamic")]
     both = [c for c in found if c.kind == "both"]
-    assert len(both) == len(grown) * len(tuning.BESIDE) and {c.tree.lookup for c in both} == {
+    assert len(both) == len(grown) * len(tuning.ADDED_LOOKUPS) and {
+        c.tree.lookup for c in both
+    } == {
         2,
         3,
         5,
@@ -196,24 +184,15 @@ def test_costs_interpolate_between_what_was_measured():
     assert costs.round(parse_tree("chain:2")) == pytest.approx(2.0 + 0.03 + 0.1)
 
 
-def racer(*round_times: float) -> Racer:
-    """A racer whose rounds took these seconds."""
-    known = Racer(None)
-    known.round_times = list(round_times)
-    return known
-
-
 @pytest.mark.parametrize(
     ("gain", "drafts"), [(0.7, False), (1.0, False), (1.01, False), (1.1, True), (2.0, True)]
 )
-def test_drafting_is_chosen_only_when_the_race_says_it_wins(recording, gain, drafts):
-    costs = Costs({1: 1.0, 64: 1.0}, {1: 0.1, 10: 0.1})
-    candidate = Candidate(parse_tree("chain:3"), "chain", tokens=2 * gain, seconds=1.5)
-    racers = [racer(0.1, 0.1, 0.7), racer(0.2, 0.2, 0.1)]
-    choice = tuning.decide(racers, [candidate], costs, recording, [candidate])
-    assert choice.report["race"][0]["gain"] == pytest.approx(gain)
-    assert (choice.tree != NO_TREE) is drafts
-    assert choice.break_even == (pytest.approx(2.0) if drafts else 1.0)
+def test_drafting_is_chosen_only_when_the_race_says_it_wins(gain, drafts):
+    raced = Candidate(parse_tree("chain:3"), "chain", tokens=2 * gain, seconds=1.5)
+    worse = Candidate(parse_tree("chain:1"), "chain", tokens=gain, seconds=0.1)
+    choice = tuning.decide([0.1, 0.2, 0.2], [raced, worse], promised=9.0)
+    assert choice.gain == pytest.approx(gain)
+    assert choice.tree == (raced.tree if drafts else NO_TREE)
     assert ("plain decoding, since nothing beats it" in choice.describe()) is not drafts
 
 
@@ -221,7 +200,8 @@ def test_no_finalist_means_plain_decoding(recording):
     costs = Costs({1: 1.0, 64: 640.0}, {1: 9.0, 10: 9.0})
     found = [c for c in tuning.candidates(recording, costs) if c.tree.nodes > 8]
     assert tuning.finalists(found, 1 / costs.round(NO_TREE)) == []
-    assert tuning.decide([racer(0.1)], [], costs, recording, found).tree == NO_TREE
+    assert tuning.decide([0.1], [], promised=0.5) == Choice(NO_TREE, 0.5)
+    assert tuning.decide([0.1], [], promised=1.5).tree == NO_TREE
 
 
 def candidate(text: str, kind: str, speed: float) -> Candidate:
@@ -247,12 +227,11 @@ def test_the_finalists_are_the_best_of_each_kind_and_one_of_another_size():
     assert [c.kind for c in chosen] == ["both", "lookup", "dynamic", "static"]
 
 
-class Slow:
-    """A text of single tokens but for every `leap`-th round, which gives more."""
+class Known:
+    """A text of single tokens but for every round of `leap` tokens."""
 
-    def __init__(self, name: str, tokens: int, leap: int, seen: list[str], device: str) -> None:
+    def __init__(self, name: str, tokens: int, leap: int, seen: list[str]) -> None:
         self.name, self.wanted, self.leap, self.seen = name, tokens, leap, seen
-        self.decoder = SimpleNamespace(device=torch.device(device))
         self.tokens: list[int] = []
 
     def __iter__(self):
@@ -262,73 +241,55 @@ class Slow:
             yield self.tokens
 
 
-def test_texts_go_in_step_on_a_cpu_and_one_after_another_on_a_gpu():
-    for device, order in (("cpu", "abaabaaba"), ("cuda", "aaaaaabbb")):
+def test_texts_take_turns_on_a_cpu_and_follow_one_another_on_a_gpu():
+    for on_gpu, order in ((False, "abaabaaba"), (True, "aaaaaabbb")):
         seen: list[str] = []
-        texts = [Slow("a", 6, 1, seen, device), Slow("b", 6, 2, seen, device)]
-        turns = list(tuning.in_step(texts))
+        turns = list(take_turns([Known("a", 6, 1, seen), Known("b", 6, 2, seen)], on_gpu))
         assert "".join(seen) == order and "".join("ab"[i] for i in turns) == order
+
+
+def test_timing_a_forward_leaves_the_decoder_as_it_was():
+    decoder = Decoder(random_model(), 64, compile=False)
+    before = decoder.length.clone()
+    assert set(medians({n: target_pass(decoder, n, 20) for n in (1, 3)}, decoder.device)) == {1, 3}
+    assert torch.equal(decoder.length, before)
 
 
 def test_a_race_times_every_round_but_the_first_of_a_text():
     model = table_model(cycle_table(24), max_seq_length=256)
-    racers = [
-        Racer(Decoder(model, 200, table_head(model), parse_tree(tree), compile=False))
+    decoders = [
+        Decoder(model, 200, table_head(model), parse_tree(tree), compile=False)
         for tree in ("none", "chain:3")
     ]
-    tuning.race(racers, [[1, 2], [3], [4]], 13, GREEDY)  # twelve rounds and three, after prefill
-    assert [len(racer.round_times) for racer in racers] == [3 * 11, 3 * 2]
-    assert all(seconds > 0 for racer in racers for seconds in racer.round_times)
+    prompts = [[1, 2], [3], [4]]
+    taken = tuning.race(decoders, prompts, 13, GREEDY)  # twelve rounds and three, after prefill
+    assert [len(seconds) for seconds in taken] == [3 * 11, 3 * 2]
+    assert all(value > 0 for seconds in taken for value in seconds)
 
 
-def test_a_slow_machine_records_fewer_prompts(monkeypatch):
-    model, head = noisy_pair()
-    recorded, raced = [], []
-    real_record, real_race = tuning.record, tuning.race
-
-    def record(decoder, prompts, *rest):
-        recorded.append(len(prompts))
-        return real_record(decoder, prompts, *rest)
-
-    def race(racers, prompts, *rest):
-        raced.append(len(prompts))
-        return real_race(racers, prompts, *rest)
-
-    monkeypatch.setattr(tuning, "record", record)
-    monkeypatch.setattr(tuning, "race", race)
-    prompts = [[n % 24, 3] for n in range(12)]
-    for second in (0.001, 10.0):
-        costs = [dict.fromkeys(tuning.ROWS, second)]
-        monkeypatch.setattr(tuning, "row_costs", lambda *_, costs=costs: costs)
-        tuning.tune(model, head, prompts, GREEDY, compile=False, budget=8)
-    assert recorded == [12, tuning.RACED] and raced == [tuning.RACED] * 2
+def test_a_slow_machine_records_fewer_prompts_but_no_fewer_than_race():
+    assert tuning.affordable(plain_s=0.001, budget=48) > 24
+    assert tuning.affordable(plain_s=0.1, budget=48) == 9
+    assert tuning.affordable(plain_s=10.0, budget=48) == tuning.RACED
 
 
 def test_what_is_measured_takes_turns():
     seen = []
     calls = {name: lambda n=name: seen.append(n) for name in "xyz"}
-    taken = medians(calls, torch.device("cpu"), repeats=3)
-    assert set(taken) == set("xyz") and all(seconds >= 0 for seconds in taken.values())
+    taken = times(calls, torch.device("cpu"), repeats=3)
+    assert set(taken) == set("xyz") and all(len(seconds) == 3 for seconds in taken.values())
     assert seen == list("xxyyzz") + 3 * list("xyz")
 
 
-@pytest.mark.parametrize("kind", ["sampled", "greedy"])
-def test_a_whole_tuning_names_a_tree_that_decodes_the_same_ids(kind):
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_whole_tuning_names_a_tree_that_decodes_the_same_ids(temperature):
     model, head = noisy_pair()
-    sampling = SamplingConfig(1.0) if kind == "sampled" else GREEDY
+    sampling = SamplingConfig(temperature)
     choice = tuning.tune(model, head, PROMPTS, sampling, compile=False, budget=24)
-    assert choice.gain > 0 and choice.break_even >= 1
-    draft = head if choice.tree.needs_head else None
-    decoder = Decoder(model, 300, draft, choice.tree, compile=False)
-    decoder.fall_back_below(choice.break_even)
+    assert choice.gain > 0
+    decoder = Decoder(model, 300, head, choice.tree, compile=False)
     assert decode(decoder, [4, 4], 150, sampling).tokens == (
         decode(Decoder(model, 300, compile=False), [4, 4], 150, sampling).tokens
-    )
-    again = Choice.from_json(json.loads(json.dumps(choice.to_json())))
-    assert (again.tree, again.gain, again.break_even) == (
-        choice.tree,
-        choice.gain,
-        choice.break_even,
     )
 
 
@@ -339,54 +300,7 @@ def test_a_small_draft_vocabulary_bounds_the_trees():
     assert choice.tree.top_k <= 5
 
 
-def test_a_tuned_static_tree_survives_the_file(tmp_path):
-    paths = [[0], [1], [0, 0]]
-    tree = with_lookup(static_tree(paths, "static:nodes=4 (tuned)"), 3)
-    choice = Choice(tree, 1.5, 1.2, {"race": [], "paths": paths})
-    checkpoint = tmp_path / "t.safetensors"
-    tuning.keep(checkpoint, "a", choice)
-    tuning.keep(checkpoint, "b", Choice(NO_TREE, 0.9, 1.0, {"paths": None}))
-    both = parse_tree("chain:2+lookup:5")
-    tuning.keep(checkpoint, "d", Choice(both, 1.4, 1.0, {"paths": None}))
-    assert tuning.recall(checkpoint, "d").tree == both
-    assert tuning.recall(checkpoint, "a").tree == tree
-    assert tuning.recall(checkpoint, "b").tree == NO_TREE
-    assert tuning.recall(checkpoint, "c") is None
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        "",
-        "{",
-        "[]",
-        '{"version": 9, "choices": {}}',
-        '{"version": 1, "choices": {"a": {"tree": "oak"}}}',
-    ],
-)
-def test_a_damaged_cache_is_measured_again_and_replaced(tmp_path, content):
-    checkpoint = tmp_path / "t.safetensors"
-    tuning.cache_path(checkpoint).write_text(content)
-    assert tuning.recall(checkpoint, "a") is None
-    tuning.keep(checkpoint, "a", Choice(NO_TREE, 1.0, 1.0, {"paths": None}))
-    assert tuning.recall(checkpoint, "a").tree == NO_TREE
-
-
-def test_the_key_changes_with_everything_the_answer_depends_on(tmp_path):
-    files = []
-    for name in "abc":
-        files.append(tmp_path / name)
-        files[-1].write_bytes(name.encode() * 5000)
-    base = (files[0], files[1], "cpu", "fp32", "greedy", True)
-    keys = {tuning.cache_key(*base)}
-    for index, value in enumerate((files[2], files[2], "gpu", "int8", "sample", False)):
-        keys.add(tuning.cache_key(*base[:index], value, *base[index + 1 :]))
-    assert len(keys) == 7
-    files[0].write_bytes(b"a" * 4999 + b"x")
-    assert tuning.cache_key(*base) not in keys
-
-
-# ---------------------------------------------------------------- the command line
+# ---------------------------------------------------------------- what is kept
 
 
 @pytest.fixture
@@ -398,17 +312,102 @@ def files(tmp_path):
     return target, head
 
 
+def test_a_choice_survives_the_file(files):
+    opened = open_files(*files)
+    kept = {"a": parse_tree("chain:2+lookup:5"), "b": NO_TREE, "c": parse_tree("lookup:3")}
+    for key, tree in kept.items():
+        tuning.store_choice(files[0], key, Choice(tree, 1.5))
+    for key, tree in kept.items():
+        assert tuning.stored_choice(opened, key) == Choice(tree, 1.5)
+    assert tuning.stored_choice(opened, "d") is None
+
+
+@pytest.mark.parametrize("lookup", [0, 3])
+def test_a_tuned_static_tree_has_a_name_that_tree_takes(files, tmp_path, lookup):
+    paths = [[0], [1], [0, 0]]
+    tree = static_tree(paths, "made while tuning")
+    tree = with_lookup(tree, lookup) if lookup else tree
+    choice = tuning.store_choice(files[0], "a", Choice(tree, 1.5, paths))
+    again = parse_tree(choice.tree.name)
+    assert again == choice.tree and replace(again, name=tree.name) == tree
+    assert tuning.stored_choice(open_files(*files), "a").tree == again
+    assert load(*files, tree=again.name, compile=False, max_seq_length=64).decoder.tree == again
+    elsewhere = tmp_path / "moved"
+    elsewhere.mkdir()
+    for path in tmp_path.glob("*.*"):
+        path.rename(elsewhere / path.name)
+    moved = tuning.stored_choice(open_files(*(elsewhere / path.name for path in files)), "a")
+    assert replace(moved.tree, name=again.name) == again and str(elsewhere) in moved.tree.name
+
+
+UNUSABLE = {
+    "empty": "",
+    "no JSON": "{",
+    "a list": "[]",
+    "nested deeply": "[" * 100_000,
+    "no tree": '{"version": 5, "choices": {"a": {"tree": "oak", "gain": 2}}}',
+    "a number": '{"version": 5, "choices": {"a": {"tree": 7, "gain": 2}}}',
+    "wider than the head": '{"version": 5, "choices": {"a": {"tree": '
+    '"dynamic:nodes=400,levels=1,top_k=400", "gain": 2}}}',
+    "larger than trees may be": '{"version": 5, "choices": {"a": {"tree": '
+    '"dynamic:nodes=2000,levels=60,top_k=60", "gain": 2}}}',
+    "a file that is gone": '{"version": 5, "choices": {"a": {"tree": "x.json", "gain": 2}}}',
+    "no gain": '{"version": 5, "choices": {"a": {"tree": "none"}}}',
+}
+
+
+@pytest.mark.parametrize("content", UNUSABLE.values(), ids=UNUSABLE)
+def test_a_choice_that_cannot_be_used_is_said_once_and_replaced(files, capsys, content):
+    tuning.cache_path(files[0]).write_text(content)
+    opened = open_files(*files)
+    assert tuning.stored_choice(opened, "a") is None
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "target.tuning.json holds no usable choice" in line and len(line) < 400
+    tuning.store_choice(files[0], "a", Choice(NO_TREE, 1.0))
+    assert tuning.stored_choice(opened, "a").tree == NO_TREE
+    assert not capsys.readouterr().err
+
+
+def test_choices_of_another_version_count_as_none_without_a_word(files, capsys):
+    old = {"tree": "static:nodes=4 (tuned)", "paths": [[0]], "gain": 1.2, "break_even": 1.1}
+    stored = {"version": 4, "choices": {"a": old}}
+    tuning.cache_path(files[0]).write_text(json.dumps(stored))
+    assert tuning.stored_choice(open_files(*files), "a") is None
+    assert not capsys.readouterr().err
+
+
+def test_the_key_changes_with_everything_the_answer_depends_on(files):
+    opened, model = open_files(*files), random_model()
+    keys = {
+        tuning.cache_key(opened, model, sampling, compile)
+        for sampling in (GREEDY, SamplingConfig(1.0), SamplingConfig(1.0, top_k=5))
+        for compile in (False, True)
+    }
+    model.to(torch.bfloat16)
+    keys.add(tuning.cache_key(opened, model, GREEDY, True))
+    for file in files:
+        data = bytearray(file.read_bytes())
+        data[-1] ^= 1
+        file.write_bytes(data)
+        keys.add(tuning.cache_key(opened, model, GREEDY, True))
+    assert len(keys) == 9
+
+
+def test_a_model_that_stops_at_once_leaves_the_preset_and_nothing_is_kept(files, capsys):
+    model, head = ending_pair(*range(24))
+    opened = replace(open_files(*files), tokenizer=None, config=model.config)
+    assert tuning.auto_tree(opened, model, head, GREEDY, compile=False, measure=True) is None
+    assert capsys.readouterr().err.splitlines()[-1].endswith("the preset stays")
+    assert not tuning.cache_path(files[0]).exists()
+
+
+# ---------------------------------------------------------------- the command line
+
+
 def generate(files, *extra: str) -> int:
-    arguments = [
-        "--checkpoint_path",
-        str(files[0]),
-        "--draft_checkpoint_path",
-        str(files[1]),
-        "--no_compile",
-    ]
-    return main(
-        [*arguments, "--prompt_ids", "1 2 3", "--max_new_tokens", "12", "--ignore_eos", *extra]
-    )
+    given = ["--checkpoint_path", str(files[0]), "--draft_checkpoint_path", str(files[1])]
+    quick = "--no_compile --prompt_ids 1,2,3 --max_new_tokens 12 --ignore_eos".split()
+    return main([*given, *quick, *extra])
 
 
 def fixed_choice(monkeypatch, tree: str) -> list[int]:
@@ -417,7 +416,7 @@ def fixed_choice(monkeypatch, tree: str) -> list[int]:
 
     def tune(*_, **__):
         calls.append(1)
-        return Choice(parse_tree(tree), 1.4, 1.3, {"paths": None})
+        return Choice(parse_tree(tree), 1.4)
 
     monkeypatch.setattr(tuning, "tune", tune)
     return calls
@@ -440,23 +439,32 @@ def test_auto_decodes_plainly_and_says_so_where_drafting_loses(files, monkeypatc
     assert "plain decoding, since nothing beats it" in capsys.readouterr().err
 
 
-def test_a_library_load_uses_the_preset_and_then_what_was_measured(files, monkeypatch):
+def test_a_stored_tree_that_the_head_cannot_fill_is_measured_again(files, monkeypatch, capsys):
     calls = fixed_choice(monkeypatch, "chain:2")
-    assert load(*files, compile=False, max_seq_length=64).card["tree"] == "static" and not calls
-    engine = load(*files, compile=False, max_seq_length=64, tune="once")
-    assert engine.decoder.tree == parse_tree("chain:2") and engine.decoder.pace.break_even == 1.3
-    assert (
-        load(*files, compile=False, max_seq_length=64).card["tree"] == "chain:2" and len(calls) == 1
-    )
-    assert load(*files, tree="chain:1", compile=False, max_seq_length=64).card["tree"] == "chain:1"
+    assert generate(files) == 0
+    path = tuning.cache_path(files[0])
+    wide = "dynamic:nodes=400,levels=1,top_k=400"
+    path.write_text(path.read_text().replace("chain:2", wide))
+    capsys.readouterr()
+    assert generate(files) == 0 and len(calls) == 2
+    said = capsys.readouterr().err
+    assert said.count("holds no usable choice") == 1 and "tree auto: chain:2" in said
+    path.write_text("[" * 100_000)
+    assert generate(files) == 0 and len(calls) == 3
+
+
+def test_a_library_load_uses_the_preset_and_then_what_was_measured(files, monkeypatch):
+    calls, options = fixed_choice(monkeypatch, "chain:2"), {"compile": False, "max_seq_length": 64}
+    assert load(*files, **options).card["tree"] == "static" and not calls
+    engine = load(*files, **options, tune="measure")
+    assert engine.decoder.tree == parse_tree("chain:2")
+    assert load(*files, **options).card["tree"] == "chain:2" and len(calls) == 1
+    assert load(*files, tree="chain:1", **options).card["tree"] == "chain:1"
 
 
 def test_a_directory_that_cannot_be_written_is_a_note_not_an_error(files, monkeypatch, capsys):
     fixed_choice(monkeypatch, "chain:2")
-
-    def refuse(*_):
-        raise PermissionError("read-only file system")
-
-    monkeypatch.setattr(tuning, "keep", refuse)
+    tuning.cache_path(files[0]).mkdir()  # which no file can replace
     assert generate(files) == 0
-    assert "cannot be kept" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "cannot be kept" in said and "tree auto: chain:2" in said

@@ -4,6 +4,7 @@ from functools import cache
 from pathlib import Path
 
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from convert_hf_checkpoint import convert
 from eagle_draft import DraftConfig, DraftHead
@@ -38,6 +39,21 @@ def decode(
     for _ in generation:
         pass
     return generation
+
+
+def unpack_int4(packed: torch.Tensor, groupsize: int) -> torch.Tensor:
+    """uint8 [out, Ip] steps 0..15 of the packed uint8 [out, Ip/2] of a file."""
+    halves = packed.view(packed.shape[0], -1, groupsize // 2)
+    return torch.cat((halves & 15, halves >> 4), dim=2).view(packed.shape[0], -1)
+
+
+def save_byte_tokenizer(directory: Path) -> None:
+    """A tokenizer.json with 256 ids, one for each byte."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(directory / "tokenizer.json"))
 
 
 def random_model(seed: int = 0, **changes) -> Transformer:

@@ -1,100 +1,43 @@
-"""Other people's JSON: typed settings, and what targets and heads share of config.json.
+"""What targets and heads share of config.json; two places that state the same thing must agree.
 
-Every value has a type and a range and is refused by its key; two places that state the same thing
-must agree. Knows no tensors but their names. For convert_hf_checkpoint.py and head_formats.py.
+For convert_hf_checkpoint.py and head_import.py. Leaves out: what only one of the two has, and the
+tensors, but for their names.
 """
 
-import json
-from collections.abc import Iterable
-from pathlib import Path
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from model import RopeScaling
-from talon.checkpoint import check_weight_file
+from talon.settings import Settings
 
-REQUIRED: Any = object()
-
-
-def listed(names: list[str]) -> str:
-    """The first few names and how many more: an error message stays one readable line."""
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-
-
-def read_json(path: Path) -> dict:
-    """A JSON object from a file; ValueError naming the file for anything else."""
-    check_weight_file(path)
-    try:
-        content = json.loads(path.read_bytes().decode("utf-8-sig"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not JSON ({error}); download it again") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} holds no JSON object; download it again")
-    return content
+# Keys that change the forward, with the values at which they do not.
+NEUTRAL_VALUES = {
+    "hidden_act": ("silu",),
+    "sliding_window": (),
+    "partial_rotary_factor": (1.0,),
+    "quantization_config": (),
+    "logit_scale": (1.0,),
+}
 
 
-class Settings:
-    """A configuration dictionary read with types: every wrong value is refused by its key."""
-
-    def __init__(self, values: dict, where: str) -> None:
-        self.values, self.where = values, where
-
-    def __contains__(self, key: str) -> bool:
-        """Whether the key states anything; null counts as not stated."""
-        return self.values.get(key) is not None
-
-    def _get(self, key: str, default: Any, types: tuple[type, ...], wanted: str) -> Any:
-        value = self.values.get(key)
-        if value is None:
-            if default is REQUIRED:
-                raise ValueError(f"{self.where} has no {key}; it must be {wanted}")
-            return default
-        # bool is an int to Python, but `true` is no width
-        if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
-            raise ValueError(f"{self.where}: {key} is {value!r}; it must be {wanted}")
-        return value
-
-    def integer(self, key: str, default: Any = REQUIRED, least: int = 1) -> int:
-        value = self._get(key, default, (int,), f"an integer of at least {least}")
-        if value is not None and value < least:
-            raise ValueError(f"{self.where}: {key} is {value}; it must be at least {least}")
-        return value
-
-    def number(self, key: str, default: Any = REQUIRED) -> float:
-        value = self._get(key, default, (int, float), "a positive number")
-        if not 0 < value < 1e38:  # false for NaN, and safe for integers beyond a float
-            raise ValueError(f"{self.where}: {key} is {value}; it must be a positive number")
-        return float(value)
-
-    def flag(self, key: str, default: Any = False) -> bool:
-        return self._get(key, default, (bool,), "true or false")
-
-    def text(self, key: str, default: Any = REQUIRED) -> str:
-        return self._get(key, default, (str,), "a string")
-
-    def items(self, key: str) -> list:
-        """A list; an empty one when the key is absent or null."""
-        return self._get(key, [], (list,), "a list")
-
-    def section(self, key: str) -> "Settings":
-        """A nested object; an empty one when the key is absent or null."""
-        values = self._get(key, {}, (dict,), "an object")
-        return Settings(values, f"{self.where}: {key}")
-
-    def refuse(self, key: str, allowed: str) -> None:
-        raise ValueError(f"{self.where}: {key} is {self.values.get(key)!r}; supported: {allowed}")
+def check_neutral(config: Settings, neutral: Mapping[str, tuple]) -> None:
+    """Refuse by name the first key that asks for a forward which plain LLaMA does not have."""
+    for key, values in neutral.items():
+        if key in config and config.values[key] not in values:
+            config.refuse(key, ", ".join(map(str, values)) or "null or absent")
+    if any(layer != "full_attention" for layer in config.items("layer_types")):
+        config.refuse("layer_types", "full_attention in every layer")
 
 
 def read_rope(config: Settings) -> tuple[float, RopeScaling | None, str]:
     """(theta, scaling, where theta was found), from the old keys, the new one, or both.
 
-    Old: rope_theta beside rope_scaling {type or rope_type, factor, ...}. New (transformers 5):
-    everything in rope_parameters. ValueError where two places disagree or a kind is not supported.
+    Old: rope_theta next to rope_scaling {type or rope_type, factor, ...}. New (transformers 5):
+    everything in rope_parameters. ValueError where two places disagree or a type is unsupported.
     """
     sections = {key: config.section(key) for key in ("rope_parameters", "rope_scaling")}
     places = {"rope_theta": config, **sections}
-    thetas = {
-        key: place.number("rope_theta") for key, place in places.items() if "rope_theta" in place
-    }
+    thetas = {k: place.number("rope_theta") for k, place in places.items() if "rope_theta" in place}
     scalings = {key: _read_scaling(section) for key, section in sections.items() if section.values}
     for what, found in (("theta", thetas), ("scaling", scalings)):
         if any(value != next(iter(found.values())) for value in found.values()):
@@ -107,23 +50,23 @@ def read_rope(config: Settings) -> tuple[float, RopeScaling | None, str]:
 
 
 def _read_scaling(section: Settings) -> RopeScaling | None:
-    kinds = {section.text(key) for key in ("rope_type", "type") if key in section}
-    if len(kinds) > 1:
+    types = {section.string(key) for key in ("rope_type", "type") if key in section}
+    if len(types) > 1:
         raise ValueError(f"{section.where}: type and rope_type disagree; keep the right one")
     if section.values.get("partial_rotary_factor") not in (None, 1.0):
         section.refuse("partial_rotary_factor", "1.0")
-    if kinds == {"default"} or (not kinds and set(section.values) == {"rope_theta"}):
+    if types == {"default"} or (not types and set(section.values) == {"rope_theta"}):
         return None
-    if kinds == {"linear"}:
+    if types == {"linear"}:
         return RopeScaling("linear", _factor(section))
-    if kinds == {"llama3"}:
+    if types == {"llama3"}:
         low, high = section.number("low_freq_factor"), section.number("high_freq_factor")
         if high <= low:
             section.refuse("high_freq_factor", f"more than low_freq_factor {low}")
         original = section.integer("original_max_position_embeddings")
         return RopeScaling("llama3", _factor(section), low, high, original)
     raise ValueError(
-        f"{section.where}: rope type {next(iter(kinds), None)!r} is not supported; "
+        f"{section.where}: rope type {next(iter(types), None)!r} is not supported; "
         "supported: default, linear, llama3"
     )
 
@@ -135,8 +78,10 @@ def _factor(section: Settings) -> float:
     return factor
 
 
-def read_head_dim(config: Settings, dim: int, heads: int, kv_heads: int) -> int:
-    """head_dim, stated or hidden_size / num_attention_heads; the head counts must divide."""
+def read_layer(config: Settings, names: Iterable[str], notes: list[str]) -> dict[str, Any]:
+    """What ModelConfig and DraftConfig both say of a layer; `names` are those of its tensors."""
+    dim, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
+    kv_heads = config.integer("num_key_value_heads", heads)
     if heads % kv_heads:
         raise ValueError(
             f"{config.where}: num_attention_heads {heads} is no multiple of num_key_value_heads "
@@ -150,13 +95,19 @@ def read_head_dim(config: Settings, dim: int, heads: int, kv_heads: int) -> int:
     head_dim = config.integer("head_dim", dim // heads)
     if head_dim % 2:
         config.refuse("head_dim", "an even number, for rotary positions work on pairs")
-    return head_dim
-
-
-def read_max_length(config: Settings) -> int:
-    """The context length; old Vicuna configurations call it max_sequence_length."""
-    key = "max_position_embeddings"
-    return config.integer(key if key in config else "max_sequence_length", 2048)
+    context = "max_position_embeddings"
+    if context not in config:  # old Vicuna configurations have another name for it
+        context = "max_sequence_length"
+    return {
+        "dim": dim,
+        "n_head": heads,
+        "n_kv_head": kv_heads,
+        "head_dim": head_dim,
+        "intermediate_size": config.integer("intermediate_size"),
+        "norm_eps": config.number("rms_norm_eps", 1e-6),
+        "max_seq_length": config.integer(context, 2048),
+        **read_biases(names, config, notes),
+    }
 
 
 def read_biases(names: Iterable[str], config: Settings, notes: list[str]) -> dict[str, bool]:

@@ -1,14 +1,15 @@
 """A Hugging Face model directory: its list of tensors, and one tensor at a time.
 
-Knows nothing of LLaMA or EAGLE; convert_hf_checkpoint.py and head_formats.py say which tensors they
-need (`Output`) and `Conversion` streams them. At most one weight file is open at any moment, mapped
-rather than read, and it is let go before the next one: a conversion needs the memory of one shard
-and one tensor. Pickles are loaded with weights_only=True, and an index may not lead out of the
-directory.
+convert_hf_checkpoint.py and head_import.py say which tensors they need (`Output`) and `Conversion`
+streams them. At most one weight file is open at any moment, mapped rather than read, and let go
+before the next one: a conversion needs the memory of one shard and one tensor. Pickles are loaded
+with weights_only=True, and an index may not lead out of the directory. Leaves out: what config.json
+means, and what a target has that a head has not.
 """
 
 import math
 import os
+import re
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -19,31 +20,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from talon.checkpoint import TensorSpec, check_weight_file, open_safetensors, read_header
-from talon.formats.hf_config import Settings, listed, read_json
+from talon.checkpoint import DTYPES, TensorSpec, check_file, open_safetensors, read_header
+from talon.cli import one_line
+from talon.settings import Settings, listed
 
 SINGLE_FILES = ("model.safetensors", "pytorch_model.bin")
 
 INDEX_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 
-FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+# Names of tensors that only quantised checkpoints have.
+QUANTISED = r"scale|qweight|qzeros|zero_point|g_idx|_packed$|_blocks$"
 
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-
-IGNORED_SUFFIX = "rotary_emb.inv_freq"  # a table that old checkpoints saved; ours is computed
+# A table that old checkpoints saved; ours is computed.
+IGNORED_SUFFIX = "rotary_emb.inv_freq"
 
 
 @contextmanager
 def new_directory(path: Path) -> Iterator[None]:
     """`path` exists inside; the directories made for it go again when the body fails."""
-    made = [parent for parent in (path, *path.parents) if not parent.exists()]
-    path.mkdir(parents=True, exist_ok=True)
-    try:
+    with ExitStack() as undo:
+        for directory in (*reversed(path.parents), path):
+            if not directory.exists():
+                directory.mkdir()
+                undo.callback(directory.rmdir)
         yield
-    except BaseException:
-        for directory in made:
-            directory.rmdir()
-        raise
+        undo.pop_all()
 
 
 class HFFolder:
@@ -55,54 +56,38 @@ class HFFolder:
             raise FileNotFoundError(f"{self.path} does not exist; give a Hugging Face directory")
         if not self.path.is_dir():
             raise ValueError(f"{self.path} is a file; give the directory that holds it")
-        self._refuse_adapter()
-        config_path = self.path / "config.json"
-        if not config_path.exists():
-            raise FileNotFoundError(f"{config_path} does not exist; download it with the weights")
-        self.config = Settings(read_json(config_path), str(config_path))
-        self._open = ExitStack()
-        self._opened: tuple[Path, Any] | None = None
+        self.weight_map: dict[str, str] | None = None
         self.files = self._find_files()
+        self.config = Settings.read(self.path / "config.json")
         self.notes: list[str] = []
+        self._opened: tuple[Path | None, Any] = (None, None)
         self.specs: dict[str, TensorSpec] = {}
         self.file_of: dict[str, Path] = {}
         self._list_tensors()
 
-    @property
-    def name(self) -> str:
-        return Path(os.path.abspath(self.path)).name
-
-    def _refuse_adapter(self) -> None:
-        weights = [self.path / name for name in SINGLE_FILES + INDEX_FILES]
-        if (self.path / "adapter_config.json").exists() and not any(w.exists() for w in weights):
-            raise ValueError(
-                f"{self.path} holds an adapter (adapter_config.json), not a model; "
-                "merge it into its base model first"
-            )
-
     def _find_files(self) -> list[Path]:
         """The weight files: safetensors before .bin, one file before shards."""
-        self.weight_map: dict[str, str] | None = None
         for single, index in zip(SINGLE_FILES, INDEX_FILES, strict=True):
-            # lexists: a dangling link (an interrupted download) is named, not passed over
+            # lexists: a dangling link (an interrupted download) is named, not passed over.
             if os.path.lexists(self.path / single):
                 return [self.path / single]
             if os.path.lexists(self.path / index):
                 return self._read_index(self.path / index)
-        others = sorted(
-            p.name
-            for p in self.path.iterdir()
-            if p.suffix in (".safetensors", ".bin", ".pth", ".pt")
-        )
+        if (self.path / "adapter_config.json").exists():
+            raise ValueError(
+                f"{self.path} holds an adapter (adapter_config.json), not a model; merge it into "
+                "its base model first"
+            )
+        suffixes = (".safetensors", ".bin", ".pth", ".pt")
+        others = sorted(p.name for p in self.path.iterdir() if p.suffix in suffixes)
         raise FileNotFoundError(
-            f"{self.path} has none of {', '.join(SINGLE_FILES + INDEX_FILES)}"
-            + (f" (it has {listed(others)})" if others else "")
-            + "; download the weights in Hugging Face format"
+            f"{self.path} has none of {', '.join(SINGLE_FILES + INDEX_FILES)} (weights that it "
+            f"has: {listed(others) or 'none'}); download them in Hugging Face format"
         )
 
     def _read_index(self, index: Path) -> list[Path]:
-        weight_map = read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
+        weight_map = Settings.read(index).section("weight_map").values
+        if not weight_map:
             raise ValueError(f"{index} has no weight_map or an empty one; download it again")
         for name in weight_map.values():
             self._check_entry(index, name)
@@ -116,12 +101,10 @@ class HFFolder:
         return files
 
     def _check_entry(self, index: Path, name: Any) -> None:
-        """An index names files beside itself; a link may lead on only into the hub's cache."""
-        plain = isinstance(name, str) and name not in ("", ".", "..")
-        if not plain or any(character in name for character in "/\\\0"):
-            raise ValueError(
-                f"{index} lists {name!r}; only file names in its own directory are allowed"
-            )
+        """An index names files next to itself; a link may lead on only into the hub's cache."""
+        named = isinstance(name, str) and name not in ("", ".", "..")
+        if not named or any(character in name for character in "/\\\0"):
+            raise ValueError(f"{index} lists {name!r}; only names of files next to it are allowed")
         real, home = (self.path / name).resolve(), self.path.resolve()
         cache = home.parent.parent / "blobs"
         in_cache = real.parent == cache or (
@@ -140,9 +123,8 @@ class HFFolder:
                 listed_in = self.weight_map.get(name) if self.weight_map else file.name
                 if listed_in != file.name and not name.endswith(IGNORED_SUFFIX):
                     raise ValueError(
-                        f"{file} holds {name}, but the index "
-                        + (f"puts it in {listed_in}" if listed_in else "does not list it")
-                        + "; index and shards belong to different downloads"
+                        f"{file} holds {name}, which the index puts in {listed_in or 'no file'}; "
+                        "index and shards belong to different downloads"
                     )
                 self.specs[name], self.file_of[name] = spec, file
         lost = [name for name in self.weight_map or {} if name not in self.specs]
@@ -151,68 +133,58 @@ class HFFolder:
                 f"{self.path / self.weight_map[lost[0]]} lacks {listed(lost)}, which the index "
                 "promises; index and shards belong to different downloads"
             )
-        self._note_extra_shards()
-
-    def _note_extra_shards(self) -> None:
-        if self.weight_map is None:
-            return
         stem, suffix = self.files[0].name.split("-")[0], self.files[0].suffix
-        found = sorted(self.path.glob(f"{stem}-*-of-*{suffix}"))
-        extra = [file.name for file in found if file not in self.files]
+        shards = sorted(self.path.glob(f"{stem}-*-of-*{suffix}")) if self.weight_map else []
+        extra = [file.name for file in shards if file not in self.files]
         if extra:
             self.notes.append(f"ignored {listed(extra)}: not in the index")
 
     def _specs_in(self, file: Path) -> dict[str, TensorSpec]:
         if file.suffix == ".safetensors":
             return read_header(file)[1]
-        return {
-            name: TensorSpec(t.dtype, tuple(t.shape)) for name, t in self._pickled(file).items()
-        }
+        tensors = self._open(file)
+        return {name: TensorSpec(t.dtype, tuple(t.shape)) for name, t in tensors.items()}
 
-    def _pickled(self, file: Path) -> dict[str, Tensor]:
-        """The tensors of a .bin file, mapped; kept until another file is asked for."""
-        if self._opened is None or self._opened[0] != file:
+    def _open(self, file: Path) -> Any:
+        """A weight file, mapped, and kept open until another one is asked for."""
+        if self._opened[0] != file:
             self.close()
-            self._opened = (file, load_pickle(file))
+            is_pickle = file.suffix != ".safetensors"
+            self._opened = (file, load_pickle(file) if is_pickle else open_safetensors(file))
         return self._opened[1]
 
     def read(self, name: str) -> Tensor:
         """One tensor as it is stored, on the CPU, valid while its file is the open one."""
         file = self.file_of[name]
-        if file.suffix != ".safetensors":
-            return self._pickled(file)[name]
-        if self._opened is None or self._opened[0] != file:
-            self.close()
-            self._opened = (file, self._open.enter_context(open_safetensors(file)))
-        return self._opened[1].get_tensor(name)
+        content = self._open(file)
+        return content.get_tensor(name) if file.suffix == ".safetensors" else content[name]
 
     def close(self) -> None:
         """Let the open weight file go."""
-        self._opened = None
-        self._open.close()
+        self._opened = (None, None)
 
 
 def load_pickle(file: Path) -> dict[str, Tensor]:
     """A flat dictionary of tensors from a .bin file; nothing in it is ever executed."""
-    check_weight_file(file)
+    check_file(file)
     try:
         with file.open("rb") as opened:
             is_zip = opened.read(4) == b"PK\x03\x04"
-        # the old pickle layout (before torch 1.6) cannot be mapped and is read whole
+        # The old pickle layout (before torch 1.6) cannot be mapped and is read whole.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             content = torch.load(file, map_location="cpu", weights_only=True, mmap=is_zip)
     except Exception as error:  # an unpickler fed with foreign bytes may raise anything
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = (one_line(error) or type(error).__name__)[:160]
         raise ValueError(
-            f"{file} was refused: damaged, or more than plain tensors ({reason[:160]}); "
-            "download it again or use safetensors"
+            f"{file} was refused: damaged, or more than tensors ({reason}); use safetensors, or "
+            "download it again"
         ) from None
-    plain = isinstance(content, dict) and all(
+    is_flat = isinstance(content, dict) and all(
         isinstance(name, str) and isinstance(value, Tensor) and value.layout == torch.strided
         for name, value in content.items()
     )
-    if not plain:
+    if not is_flat:
         raise ValueError(f"{file} is no flat dictionary of tensors; give a model's weight file")
     return content
 
@@ -222,7 +194,33 @@ class Output:
     """One tensor of our file and the tensors, stacked along dim 0, that it is made of."""
 
     name: str
-    parts: tuple[tuple[str, tuple[int, ...]], ...]  # (name in the folder, shape it must have)
+    parts: dict[str, tuple[int, ...]]  # name in the folder -> the shape it must have
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        shapes = [*self.parts.values()]
+        return (sum(shape[0] for shape in shapes), *shapes[0][1:])
+
+
+def layer_outputs(name: str, source: str, c: Any, width: int) -> list[Output]:
+    """The linears of the block `name`, fused from those of `source`; q, k and v read `width`.
+
+    c: ModelConfig | DraftConfig.
+    """
+    q, kv, inner = c.n_head * c.head_dim, c.n_kv_head * c.head_dim, c.intermediate_size
+    qkv, gate_up = {"q_proj": q, "k_proj": kv, "v_proj": kv}, {"gate_proj": inner, "up_proj": inner}
+    outputs = []
+    for linear, block, rows, columns, bias in (
+        ("attention.wqkv", "self_attn", qkv, width, c.qkv_bias),
+        ("attention.wo", "self_attn", {"o_proj": c.dim}, q, c.o_bias),
+        ("feed_forward.w13", "mlp", gate_up, c.dim, c.mlp_bias),
+        ("feed_forward.w2", "mlp", {"down_proj": c.dim}, inner, c.mlp_bias),
+    ):
+        shapes = {"weight": (columns,)} | ({"bias": ()} if bias else {})
+        for ending, rest in shapes.items():
+            parts = {f"{source}.{block}.{part}.{ending}": (n, *rest) for part, n in rows.items()}
+            outputs.append(Output(f"{name}.{linear}.{ending}", parts))
+    return outputs
 
 
 @dataclass
@@ -234,24 +232,31 @@ class Conversion:
     config: Any  # ModelConfig | DraftConfig
     architecture: str
     outputs: list[Output]
-    ignored: set[str] = field(default_factory=set)  # known and not wanted, each for a stated reason
     notes: list[str] = field(default_factory=list)
+    ignored: set[str] = field(default_factory=set)  # known and not wanted, each for a stated reason
     source_format: str = "hf"
 
     def check(self) -> None:
         """Strict accounting: all that is needed is there, in shape; all that is there is used."""
         specs, where = self.folder.specs, self.folder.path
-        parts = [part for output in self.outputs for part in output.parts]
-        missing = [name for name, _ in parts if name not in specs]
+        wanted = {name: shape for output in self.outputs for name, shape in output.parts.items()}
+        for name, spec in specs.items():
+            packed = name in wanted.keys() - self.ignored and spec.dtype not in DTYPES.values()
+            if packed or (name not in wanted and re.search(QUANTISED, name)):
+                raise ValueError(
+                    f"{where}: {name} is {spec.dtype}, of a checkpoint quantised elsewhere; that "
+                    "is not supported, convert the model in float32, float16 or bfloat16"
+                )
+        missing = [name for name in wanted if name not in specs]
         if missing:
             raise ValueError(f"{where} lacks {listed(missing)}; the weights do not fit config.json")
-        for name, shape in parts:
+        for name, shape in wanted.items():
             if specs[name].shape != shape:
                 raise ValueError(
                     f"{where}: {name} has shape {list(specs[name].shape)}, config.json means "
                     f"{list(shape)}; weights and config.json do not belong together"
                 )
-        used = {name for name, _ in parts} | self.ignored
+        used = wanted.keys() | self.ignored
         unused = [n for n in specs if n not in used and not n.endswith(IGNORED_SUFFIX)]
         if unused:
             raise ValueError(
@@ -263,15 +268,10 @@ class Conversion:
         """Specs of the file to write: floats in `dtype` (None: as they are), integers in int64."""
         specs = {}
         for output in self.outputs:
-            found = {self.folder.specs[name].dtype for name, _ in output.parts}
-            names = ", ".join(name for name, _ in output.parts)
+            found = {self.folder.specs[name].dtype for name in output.parts}
+            names = ", ".join(output.parts)
             if output.name == "d2t":
                 wanted = torch.int64
-            elif not found <= set(FLOAT_DTYPES):
-                raise ValueError(
-                    f"{self.folder.path}: {names} is {', '.join(map(str, found))}; supported: "
-                    "float32, float16, bfloat16 (a quantised checkpoint cannot be converted)"
-                )
             elif dtype is None and len(found) > 1:
                 raise ValueError(
                     f"{self.folder.path}: {names} differ in dtype and are stored as one; "
@@ -279,51 +279,37 @@ class Conversion:
                 )
             else:
                 wanted = dtype or found.pop()
-            rows = sum(shape[0] for _, shape in output.parts)
-            specs[output.name] = TensorSpec(wanted, (rows, *output.parts[0][1][1:]))
+            specs[output.name] = TensorSpec(wanted, output.shape)
         return specs
 
     def tensors(self, specs: dict[str, TensorSpec]) -> Iterator[tuple[str, Tensor]]:
-        """Every (name, tensor) to write, one at a time."""
+        """Every (name, rows) to write: the parts of a tensor one by one, so that none is built."""
         for output in self.outputs:
-            yield output.name, self._build(output, specs[output.name])
+            dtype = specs[output.name].dtype
+            for part in output.parts:
+                yield output.name, self._read(part, dtype).to(dtype)
         self.folder.close()
 
-    def _build(self, output: Output, spec: TensorSpec) -> Tensor:
-        """Parts go straight into their rows, so that no shard stays mapped for their sake."""
-        if len(output.parts) == 1:
-            return self._read(output.parts[0][0], spec.dtype).to(spec.dtype)
-        fused, row = torch.empty(spec.shape, dtype=spec.dtype), 0
-        for name, shape in output.parts:
-            fused[row : row + shape[0]].copy_(self._read(name, spec.dtype))
-            row += shape[0]
-        return fused
-
     def _read(self, name: str, dtype: torch.dtype) -> Tensor:
-        """A tensor as stored, after a look at whether float16 could hold it."""
+        """A tensor as stored, after a look at whether its numbers are numbers, in `dtype` too."""
         tensor = self.folder.read(name)
-        if dtype == torch.float16 and tensor.dtype != dtype and tensor.numel():
-            largest = max(abs(limit.item()) for limit in tensor.aminmax())
-            if torch.finfo(dtype).max < largest < math.inf:
-                raise ValueError(
-                    f"{self.folder.path}: {name} reaches {largest:.3g}, more than float16 holds; "
-                    "use --dtype bf16"
-                )
+        largest = check_finite(tensor, f"{self.folder.path}: {name}")
+        if dtype.is_floating_point and torch.tensor(largest, dtype=dtype).isinf():
+            raise ValueError(
+                f"{self.folder.path}: {name} reaches {largest:.3g}, more than {dtype} holds; use "
+                "--dtype bf16 or fp32"
+            )
         return tensor
 
 
-def linear_outputs(
-    name: str, block: str, parts: dict[str, int], width: int, bias: bool
-) -> list[Output]:
-    """Weight, and bias if there is one, of a linear fused from `parts` (name: rows) of a block."""
-    sources = {f"{block}.{part}": rows for part, rows in parts.items()}
-    outputs = [
-        Output(
-            f"{name}.weight", tuple((f"{s}.weight", (rows, width)) for s, rows in sources.items())
+def check_finite(tensor: Tensor, what: str) -> float:
+    """The largest magnitude in a tensor; ValueError if one of its numbers is NaN or infinite."""
+    if not tensor.is_floating_point() or not tensor.numel():
+        return 0.0
+    largest = max(abs(limit.item()) for limit in tensor.aminmax())
+    if not math.isfinite(largest):
+        raise ValueError(
+            f"{what} holds NaN or infinity, with which every text is senseless; download the "
+            "weights again, or ask who trained or merged them"
         )
-    ]
-    if bias:
-        outputs.append(
-            Output(f"{name}.bias", tuple((f"{s}.bias", (rows,)) for s, rows in sources.items()))
-        )
-    return outputs
+    return largest

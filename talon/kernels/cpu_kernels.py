@@ -1,7 +1,8 @@
-"""Products of a few rows on a CPU: compiles cpu_kernels.cpp once and registers its operators.
+"""Few rows on a CPU: compiles cpu_kernels.cpp once and registers its operators.
 
-Operators of the library `talon`, fp32 [T, K] -> fp32 [T, O], and attention. A row's result does not
-depend on the rows beside it. Leaves out: many rows, for which torch's own products are right."""
+The operators are those of the library `talon`: matrix multiplications fp32 [T, K] -> fp32 [T, O],
+and attention. A row's result does not depend on the rows next to it. Leaves out many rows, for
+which torch's own operators are right, and the choice between the two (talon/loading.py)."""
 
 import functools
 import hashlib
@@ -11,54 +12,56 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, library, nn
 
-from model import Attention, attend
-from talon.cli import note
+from model import attend
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 
-# After those of torch.compile, which are made for other code. Not fusing is part of the arithmetic.
+# They follow those of torch.compile, made for other code. Not fusing is part of the arithmetic.
 FLAGS = ("-O2", "-g0", "-ffp-contract=off")
 
 GCC_FLAGS = ("-ftree-loop-vectorize",)
 
-MOST_ROWS = 64  # beyond that a product is bound by arithmetic, and torch's library is faster
-
+MOST_ROWS = 64  # beyond that arithmetic is the bound, and torch's library is faster
 MOST_INPUTS = 65793  # 255 * 128 * inputs must fit 32 bits
 
 
-@functools.cache
-def attempt() -> int | str:
-    """Compile and register the operators: what integers may use (2 AMX, 1 VNNI, 0 neither), or why
-    there are none."""
-    try:
-        from torch._inductor.codecache import CppCodeCache
-        from torch._inductor.cpp_builder import is_gcc
+def compile_operators() -> None:
+    """Compile the source, or take what an earlier run compiled; its operators are there then."""
+    from torch._inductor.codecache import CppCodeCache
+    from torch._inductor.cpp_builder import is_gcc
 
-        source = SOURCE.read_text(encoding="utf-8")
-        # What is kept on disk belongs to this kind of CPU: -march=native says nothing about it.
-        cpu = hashlib.sha256(repr(sorted(torch.cpu.get_capabilities().items())).encode())
-        flags = (f"-DTALON_CPU=0x{cpu.hexdigest()[:8]}", *FLAGS, *(GCC_FLAGS if is_gcc() else ()))
-        CppCodeCache.load(source, extra_flags=flags, needs_vec_isa=False)
+    # What is kept on disk belongs to this kind of CPU: -march=native says nothing about it.
+    cpu = hashlib.sha256(repr(sorted(torch.cpu.get_capabilities().items())).encode())
+    flags = (f"-DTALON_CPU=0x{cpu.hexdigest()[:8]}", *FLAGS, *(GCC_FLAGS if is_gcc() else ()))
+    source = SOURCE.read_text(encoding="utf-8")
+    CppCodeCache.load(source, extra_flags=flags, needs_vec_isa=False)
+
+
+@functools.cache
+def load_or_reason() -> int | str:
+    """`load`, but where the operators cannot be had it returns why: it is tried once a process."""
+    try:
+        compile_operators()
     except Exception as error:  # torch has many kinds, and some hold pages of a compiler's output
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         return next((x for x in lines if "error:" in x), lines[-1] if lines else repr(error))
     for name in ("fp32_rows", "int8_rows", "int4_rows"):
-        library.register_fake(f"talon::{name}", lambda x, w, *_: shape(x, w.shape[0]))
-    library.register_fake("talon::integer_rows", lambda x, w, s, *_: shape(x, s.shape[0]))
-    library.register_fake("talon::grouped_rows", lambda x, w, *_: shape(x, 16 * w.shape[0]))
-    library.register_fake("talon::attend", lambda q, *_: shape(q, q.shape[1] * q.shape[2]))
+        library.register_fake(f"talon::{name}", lambda x, w, *_: outputs_of(x, w.shape[0]))
+    library.register_fake("talon::integer_rows", lambda x, w, s, *_: outputs_of(x, s.shape[0]))
+    library.register_fake("talon::grouped_rows", lambda x, w, *_: outputs_of(x, 16 * w.shape[0]))
+    library.register_fake("talon::attend", lambda q, *_: outputs_of(q, q.shape[1] * q.shape[2]))
     return torch.ops.talon.integer_level()
 
 
-def shape(x: Tensor, outputs: int) -> Tensor:
-    return x.new_empty((x.shape[0], outputs))
+def outputs_of(x: Tensor, count: int) -> Tensor:
+    return x.new_empty((x.shape[0], count))
 
 
 def load() -> int:
-    """What integer operators may use, once all are there: 2 AMX, 1 VNNI, 0 neither.
+    """Make the operators available. Returns what those for integers use: 2 AMX, 1 VNNI, 0 neither.
 
     ValueError where they cannot be compiled."""
-    found = attempt()
+    found = load_or_reason()
     if isinstance(found, str):
         raise ValueError(
             f"{SOURCE.name} cannot be compiled here ({found}): it needs a C++ compiler such as g++ "
@@ -105,15 +108,22 @@ def interleave_groups(
     return weight.contiguous(), scales.contiguous(), zeros.contiguous()
 
 
-def deinterleave_groups(weight: Tensor, scales: Tensor, zeros: Tensor) -> tuple[Tensor, ...]:
-    """The inverse of `interleave_groups`, the padding kept."""
-    outputs, groups = 16 * weight.shape[0], weight.shape[1]
-    by_row = weight.permute(0, 3, 1, 2, 4).reshape(outputs, -1)
-    return by_row, *(t.transpose(1, 2).reshape(outputs, groups) for t in (scales, zeros))
+def deinterleave_groups(
+    weight: Tensor, scales: Tensor, zeros: Tensor, outputs: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The inverse of `interleave_groups`: the first `outputs` rows of each tensor."""
+    padded, groups = 16 * weight.shape[0], weight.shape[1]
+    by_row = weight.permute(0, 3, 1, 2, 4).reshape(padded, -1)
+    scales, zeros = (t.transpose(1, 2).reshape(padded, groups) for t in (scales, zeros))
+    return by_row[:outputs], scales[:outputs], zeros[:outputs]
 
 
 class RowsLinear(nn.Linear):
-    """An fp32 linear layer [T, in] -> [T, out] that is fast for a few rows."""
+    """The tensors of an fp32 linear layer, in one that is fast for a few rows."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__(linear.in_features, linear.out_features, device="meta")
+        self.weight, self.bias = linear.weight, linear.bias
 
     def forward(self, x: Tensor) -> Tensor:
         if x.shape[0] > MOST_ROWS:
@@ -127,25 +137,3 @@ def attend_rows(q: Tensor, kv: Tensor, mask: Tensor) -> Tensor:
     if q.shape[0] > MOST_ROWS:
         return attend(q, kv, mask)
     return torch.ops.talon.attend(q.contiguous(), kv, mask.contiguous())
-
-
-def speed_up(module: nn.Module) -> None:
-    """Let the fp32 products of a module on a CPU, attention's too, run by the operators above."""
-    try:
-        load()
-    except ValueError as error:
-        tell_once(f"note: {error}; torch's own products are used, which are slower for a few rows")
-        return
-    for parent in list(module.modules()):
-        if isinstance(parent, Attention):
-            parent.attend = attend_rows
-        for name, child in list(parent.named_children()):
-            if type(child) is nn.Linear and child.weight.dtype == torch.float32:
-                fast = RowsLinear(
-                    child.in_features, child.out_features, child.bias is not None, device="meta"
-                )
-                fast.weight, fast.bias = child.weight, child.bias
-                setattr(parent, name, fast)
-
-
-tell_once = functools.cache(note)

@@ -1,8 +1,8 @@
-"""Linear layers with int8 or 4-bit weights: how they are stored, and how CPU and GPU run them.
+"""Linear layers with int8 or 4-bit weights: how they are stored, rounded and run.
 
     swap_linears(model, checkpoint.quantization)   # meta device: nn.Linear -> quantised linear
     model.load_state_dict(..., assign=True)        # the tensors as they are in the file
-    pack(model, device, dtype)                     # in place, once, on the device that runs it
+    linear.pack(device, dtype)                     # each, once, on the device that runs it
 
 A file holds plain tensors that suit every device; `pack` gives them a device's own form. A linear X
 with weight [out, in] is stored as (Ip = in, padded with zeros to whole groups of g)
@@ -12,11 +12,11 @@ with weight [out, in] is stored as (Ip = in, padded with zeros to whole groups o
 
 int8: weight = step * scale / smoothing, and it is the inputs that are divided by the smoothing.
 int4: weight = (step - 8) * scale + zero; byte j of a group holds step j in its low half and step
-j + g/2 in its high half. Biases stay as they are. quantize.py writes such files; the products are
-those of kernels.py (Triton, GPU) and cpu_kernels.py (C++, CPU). Leaves out training: nothing here
-has a gradient.
-"""
+j + g/2 in its high half. Biases stay as they are. quantize.py writes such files; triton_kernels.py
+(GPU) and cpu_kernels.py (CPU) multiply with them. Leaves out training: nothing has a gradient."""
 
+import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -26,7 +26,13 @@ from torch import Tensor, nn
 from talon.checkpoint import TensorSpec
 from talon.kernels import cpu_kernels
 
-# ---------------------------------------------------------------- numbers
+GROUPSIZES = (32, 64, 128, 256)
+GROUPSIZE = 128  # where none is given
+TINY = 1e-30  # a row of activations smaller than this counts as zero
+INTEGERS = ("vnni", "amx")  # routes of a CPU that multiply integers
+AMX_ROWS = 4  # from which tiles were measured to be faster; the numbers are the same either way
+
+# ---------------------------------------------------------------- rounding
 
 
 def quantize_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -42,18 +48,17 @@ def quantize_int4(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Packed uint8 [out, Ip/2], scales and zeros bf16 [out, Ip/groupsize].
 
-    importance: fp32 [in], how much a squared error in each column matters.
-    """
+    importance: fp32 [in], how much a squared error in each column matters."""
     out, width = weight.shape
     padding = -width % groupsize
     if importance is None:
-        importance = torch.ones(width)
+        importance = torch.ones(width, device=weight.device)
     share = F.pad(importance, (0, padding)).view(1, -1, groupsize)
-    rows = max(1, (1 << 18) // (width + padding))  # parts that stay in a CPU's cache
-    parts = []
-    for part in F.pad(weight.float(), (0, padding)).split(rows):
-        groups = part.view(len(part), -1, groupsize)
-        parts.append(fit_groups(groups, share))
+    size = max(1, (1 << 18) // (width + padding))  # parts that stay in a CPU's cache
+    parts = [
+        fit_groups(part.view(len(part), -1, groupsize), share)
+        for part in F.pad(weight.float(), (0, padding)).split(size)
+    ]
     steps, scales, zeros = (torch.cat(column) for column in zip(*parts, strict=True))
     packed = pack_int4(steps.to(torch.uint8).view(out, -1), groupsize)
     return packed, scales.bfloat16().view(out, -1), zeros.bfloat16().view(out, -1)
@@ -72,12 +77,11 @@ def fit_groups(groups: Tensor, share: Tensor) -> Grid:
 
     groups: fp32 [..., g]; share: the weights of the errors, fp32, broadcast over it. The candidates
     shrink the range by up to a quarter, since a few clipped weights cost less than a coarse grid;
-    the best of them is then refined by least squares.
-    """
+    the best of them is then refined by least squares."""
     low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
     middle, half = (low + high) / 2, (high - low) / 2
     unit = torch.where(half > 0, half, 1)  # squares of very small or large weights would not fit
-    best, least = None, None
+    best, least = None, groups.new_tensor(math.inf)
     for shrink in (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, None, None):
         if shrink is None:
             scale, zero = regress(groups, best.steps, share)
@@ -86,10 +90,8 @@ def fit_groups(groups: Tensor, share: Tensor) -> Grid:
         grid = round_groups(groups, low == high, scale, zero)
         error = (grid.steps - 8).mul_(grid.scale).add_(grid.zero).sub_(groups)
         error = error.div_(unit).square_().mul_(share).sum(-1, keepdim=True)
-        if best is None:
-            best, least = grid, error
-        closer = error < least
-        best = Grid(*(torch.where(closer, new, old) for new, old in zip(grid, best, strict=True)))
+        closer, known = error < least, best or grid
+        best = Grid(*(torch.where(closer, new, old) for new, old in zip(grid, known, strict=True)))
         least = torch.minimum(least, error)
     return best
 
@@ -114,23 +116,8 @@ def regress(groups: Tensor, steps: Tensor, share: Tensor) -> tuple[Tensor, Tenso
     return scale, w_mean - scale * x_mean
 
 
-GROUPSIZES = (32, 64, 128, 256)
-
-GROUPSIZE = 128  # where none is given
-
-TINY = 1e-30  # a row of activations smaller than this counts as zero
-
-AMX_ROWS = 4  # from which tiles were measured to be faster; the numbers are the same either way
-
-
-def unpack_int4(packed: Tensor, groupsize: int) -> Tensor:
-    """uint8 [out, Ip] steps 0..15 of packed uint8 [out, Ip/2]."""
-    halves = packed.view(packed.shape[0], -1, groupsize // 2)
-    return torch.cat((halves & 15, halves >> 4), dim=2).view(packed.shape[0], -1)
-
-
 def pack_int4(steps: Tensor, groupsize: int) -> Tensor:
-    """The inverse of `unpack_int4`."""
+    """uint8 [out, Ip/2], as a file has them, of steps 0..15, uint8 [out, Ip]."""
     low, high = steps.view(steps.shape[0], -1, 2, groupsize // 2).unbind(2)
     return (low | high << 4).view(steps.shape[0], -1)
 
@@ -141,13 +128,21 @@ def round_rows(x: Tensor, limit: int = 127) -> tuple[Tensor, Tensor]:
     return (x / scales).round(), scales
 
 
-# ---------------------------------------------------------------- modules
+# ---------------------------------------------------------------- layers
 
 
 class QuantizedLinear(nn.Module):
-    """What the three kinds share: stored tensors on the meta device, a bias, packing once."""
+    """What all modes share: stored tensors on the meta device, a bias, packing once.
+
+    A mode adds `specs`: its stored tensors, by their short names; `packed`: these in the form that
+    `route` multiplies with; `stored`: the inverse; `multiply`: fp32 [T, out], the bias not yet
+    added, of x [T, in] in any dtype."""
 
     mode: str
+    specs: Callable[[int, int, int], dict[str, TensorSpec]]
+    packed: Callable[[], dict[str, Tensor]]
+    stored: Callable[[], dict[str, Tensor]]
+    multiply: Callable[[Tensor], Tensor]
 
     def __init__(
         self, in_features: int, out_features: int, bias: Tensor | None = None, groupsize: int = 128
@@ -156,48 +151,53 @@ class QuantizedLinear(nn.Module):
         self.in_features, self.out_features = in_features, out_features
         self.bias, self.groupsize = bias, groupsize
         self.dtype: torch.dtype | None = None  # of the activations, known once packed
-        self.route = ""  # how the device multiplies
+        self.route = ""  # how the device multiplies: "triton", or as cpu_kernels says
         for name, spec in self.specs(in_features, out_features, groupsize).items():
             self.register_buffer(name, torch.empty(spec.shape, dtype=spec.dtype, device="meta"))
 
-    @staticmethod
-    def specs(in_features: int, out_features: int, groupsize: int) -> dict[str, TensorSpec]:
-        """The stored tensors, by their short names."""
-        raise NotImplementedError
-
     def pack(self, device: torch.device, dtype: torch.dtype) -> None:
-        raise NotImplementedError
+        """Replace the stored tensors by packed ones, which are no part of a state dict.
 
-    def stored(self) -> dict[str, Tensor]:
-        """The tensors as a file has them, from those of a packed layer."""
-        raise NotImplementedError
+        dtype: of the activations, and of what `unpacked` returns. Once is enough."""
+        if self.route:
+            return
+        self.dtype, self.route = dtype, route_on(device)
+        for name, tensor in self.packed().items():
+            self.register_buffer(name, tensor, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, in] -> [T, out] in the dtype of x."""
+        y = self.multiply(x)
+        return (y if self.bias is None else y + self.bias.float()).to(x.dtype)
 
     def rows_of(self, ids: Tensor) -> "QuantizedLinear":
         """A layer of its own, packed alike, with the outputs `ids` (int64) only; without a bias."""
         reduced = type(self)(self.in_features, len(ids), None, self.groupsize)
         for name, tensor in self.stored().items():
-            kept = tensor if name == "smoothing" else tensor[ids]
-            reduced.register_buffer(name, kept)
+            reduced.register_buffer(name, tensor if name == "smoothing" else tensor[ids])
         reduced.pack(ids.device, self.dtype)
         return reduced
 
-    def replace(self, **tensors: Tensor) -> None:
-        """Put packed tensors in the place of stored ones; they are no part of a state dict."""
-        for name, tensor in tensors.items():
-            self._buffers.pop(name, None)
-            self.register_buffer(name, tensor, persistent=False)
 
-    def finish(self, y: Tensor, dtype: torch.dtype) -> Tensor:
-        """Add the bias to fp32 [T, out] and round to the dtype of the activations."""
-        return (y if self.bias is None else y + self.bias.float()).to(dtype)
+def route_on(device: torch.device) -> str:
+    """How quantised layers multiply on a device; ValueError where its operators cannot be had."""
+    if device.type != "cuda":
+        return cpu_kernels.integer_route()
+    try:
+        from talon.kernels import triton_kernels  # noqa: F401
+    except ImportError as error:
+        raise ValueError(
+            f"quantised layers on a GPU need Triton ({error}): pip install triton"
+        ) from None
+    return "triton"
 
 
 class Int8Linear(QuantizedLinear):
-    """int8 weights, one scale per output. Activations are rounded to 16 bits on a CPU with VNNI and
-    stay as they are elsewhere."""
+    """int8 weights, one scale per output. Activations are rounded to 16 bits on a CPU that
+    multiplies integers, and stay as they are elsewhere."""
 
     mode = "int8"
-    bits = 16
+    planes = 2  # of 8 bits each, to which such a CPU rounds the activations
 
     @staticmethod
     def specs(in_features: int, out_features: int, groupsize: int) -> dict[str, TensorSpec]:
@@ -207,33 +207,26 @@ class Int8Linear(QuantizedLinear):
             "smoothing": TensorSpec(torch.float32, (in_features,)),
         }
 
-    def pack(self, device: torch.device, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-        self.route = "triton" if device.type == "cuda" else cpu_kernels.integer_route()
-        self.replace(smoothing=1 / self.smoothing)
-        if self.route in ("vnni", "amx"):
-            self.replace(weight=cpu_kernels.interleave(self.weight))
+    def packed(self) -> dict[str, Tensor]:
+        weight = self.weight
+        if self.route in INTEGERS:
+            weight = cpu_kernels.interleave(weight)
+        return {"weight": weight, "scales": self.scales, "smoothing": 1 / self.smoothing}
 
     def stored(self) -> dict[str, Tensor]:
         weight = self.weight
-        if self.route in ("vnni", "amx"):
+        if self.route in INTEGERS:
             weight = cpu_kernels.deinterleave(weight)[: self.out_features, : self.in_features]
         return {"weight": weight, "scales": self.scales, "smoothing": 1 / self.smoothing}
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[T, in] -> [T, out] in the dtype of x."""
-        smooth = x.float() * self.smoothing
+    def multiply(self, x: Tensor) -> Tensor:
+        smooth = (x.float() * self.smoothing).contiguous()
         if self.route == "triton":
-            y = self.multiply_on_gpu(smooth, x.dtype)
-        elif self.route == "floats":
-            y = self.multiply_floats(smooth.contiguous())
-        else:
-            planes = self.bits // 8
-            amx = self.route == "amx" and x.shape[0] * planes >= AMX_ROWS
-            y = torch.ops.talon.integer_rows(
-                smooth.contiguous(), self.weight, self.scales, planes, amx
-            )
-        return self.finish(y, x.dtype)
+            return self.multiply_on_gpu(smooth, x.dtype)
+        if self.route == "floats":
+            return self.multiply_floats(smooth)
+        amx = self.route == "amx" and x.shape[0] * self.planes >= AMX_ROWS
+        return torch.ops.talon.integer_rows(smooth, self.weight, self.scales, self.planes, amx)
 
     def multiply_on_gpu(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         return torch.ops.talon.w8a16(x.to(dtype), self.weight, self.scales)
@@ -246,7 +239,7 @@ class Int8DynamicLinear(Int8Linear):
     """int8 weights times int8 activations, which are rounded row by row."""
 
     mode = "int8-dynamic"
-    bits = 8
+    planes = 1
 
     def multiply_on_gpu(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         steps, scales = round_rows(x)
@@ -272,68 +265,52 @@ class Int4Linear(QuantizedLinear):
             "zeros": TensorSpec(torch.bfloat16, (out_features, groups)),
         }
 
-    def pack(self, device: torch.device, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-        self.route = "triton" if device.type == "cuda" else cpu_kernels.integer_route()
+    def packed(self) -> dict[str, Tensor]:
+        tensors = self.weight, self.scales, self.zeros
         if self.route == "triton":
-            by_group = {name: getattr(self, name).t().contiguous() for name in ("scales", "zeros")}
-            self.replace(**by_group, weight=self.weight)
-        elif self.route != "floats":
-            packed = cpu_kernels.interleave_groups(
-                self.weight, self.scales, self.zeros, self.groupsize
-            )
-            self.replace(**dict(zip(("weight", "scales", "zeros"), packed, strict=True)))
+            tensors = self.weight, self.scales.t().contiguous(), self.zeros.t().contiguous()
+        elif self.route in INTEGERS:
+            tensors = cpu_kernels.interleave_groups(*tensors, self.groupsize)
+        return dict(zip(("weight", "scales", "zeros"), tensors, strict=True))
 
     def stored(self) -> dict[str, Tensor]:
         tensors = self.weight, self.scales, self.zeros
         if self.route == "triton":
             tensors = self.weight, self.scales.t(), self.zeros.t()
-        elif self.route != "floats":
-            tensors = cpu_kernels.deinterleave_groups(*tensors)
-        return {
-            name: tensor[: self.out_features]
-            for name, tensor in zip(("weight", "scales", "zeros"), tensors, strict=True)
-        }
+        elif self.route in INTEGERS:
+            tensors = cpu_kernels.deinterleave_groups(*tensors, self.out_features)
+        return dict(zip(("weight", "scales", "zeros"), tensors, strict=True))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[T, in] -> [T, out] in the dtype of x."""
+    def multiply(self, x: Tensor) -> Tensor:
         padding = -self.in_features % self.groupsize
-        rows = F.pad(x, (0, padding)) if padding else x
-        stored = self.weight, self.scales, self.zeros
+        padded = F.pad(x, (0, padding)) if padding else x
+        tensors = self.weight, self.scales, self.zeros
         if self.route == "triton":
-            y = torch.ops.talon.w4a16(rows, *stored, self.groupsize)
-        elif self.route == "floats":
-            y = torch.ops.talon.int4_rows(rows.float().contiguous(), *stored, self.groupsize)
-        else:
-            amx = self.route == "amx" and x.shape[0] >= AMX_ROWS
-            y = torch.ops.talon.grouped_rows(rows.float().contiguous(), *stored, amx)
-            y = y[:, : self.out_features]
-        return self.finish(y, x.dtype)
+            return torch.ops.talon.w4a16(padded, *tensors, self.groupsize)
+        padded = padded.float().contiguous()
+        if self.route == "floats":
+            return torch.ops.talon.int4_rows(padded, *tensors, self.groupsize)
+        amx = self.route == "amx" and x.shape[0] >= AMX_ROWS
+        return torch.ops.talon.grouped_rows(padded, *tensors, amx)[:, : self.out_features]
 
 
 LINEARS: dict[str, type[QuantizedLinear]] = {
-    kind.mode: kind for kind in (Int8Linear, Int8DynamicLinear, Int4Linear)
+    layer.mode: layer for layer in (Int8Linear, Int8DynamicLinear, Int4Linear)
 }
-
-
-# ---------------------------------------------------------------- whole models
 
 
 def swap_linears(module: nn.Module, quantization: dict | None) -> None:
     """Replace, on the meta device, each linear that `quantization` names by its quantised form.
 
-    Raises ValueError for a mode, a group size or a layer that this program does not know.
-    """
+    Raises ValueError for a mode, a group size or a layer that this program does not know."""
     quantization = quantization or {"layers": {}}
     groupsize = quantization.get("groupsize") or GROUPSIZES[0]
+    modes = ", ".join(LINEARS)
     if groupsize not in GROUPSIZES:
         raise ValueError(f"group size {groupsize} is not one of {GROUPSIZES}; quantise again")
     for name, mode in quantization["layers"].items():
         if mode not in LINEARS:
-            known = ", ".join(LINEARS)
-            raise ValueError(
-                f"{name} has the unknown mode {mode!r}; known: {known}; quantise again"
-            )
+            raise ValueError(f"{name} has the mode {mode!r}, none of {modes}; quantise again")
         parent, _, child = name.rpartition(".")
         try:
             linear = module.get_submodule(name)
@@ -343,38 +320,12 @@ def swap_linears(module: nn.Module, quantization: dict | None) -> None:
         setattr(module.get_submodule(parent), child, swapped)
 
 
-def pack(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """Give each linear that has it not yet the form that `device` multiplies with.
-
-    dtype: of the activations, and of what `unpacked` returns.
-    """
-    linears = [m for m in module.modules() if isinstance(m, QuantizedLinear) and not m.route]
-    if linears and device.type == "cuda":
-        register_kernels()
-    for linear in linears:
-        linear.pack(device, dtype)
-    if device.type == "cpu" and dtype == torch.float32:
-        cpu_kernels.speed_up(module)
-
-
-def register_kernels() -> None:
-    """Import the Triton kernels, which registers them; ValueError where Triton is missing."""
-    try:
-        import kernels  # noqa: F401
-    except ImportError as error:
-        raise ValueError(
-            f"quantised layers on a GPU need Triton ({error}): pip install triton"
-        ) from None
-
-
 @torch.no_grad()
 def unpacked(linear: QuantizedLinear) -> nn.Linear:
     """A plain linear with the weights of a packed one, in the dtype that it was packed for."""
     identity = torch.eye(linear.in_features, device=linear.scales.device)
-    bias, linear.bias = linear.bias, None
-    weight = torch.cat([linear(rows) for rows in identity.split(64)]).t()
-    linear.bias = bias
-    plain = nn.Linear(linear.in_features, linear.out_features, bias is not None, device="meta")
+    weight = torch.cat([linear.multiply(columns) for columns in identity.split(64)]).t()
+    plain = nn.Linear(linear.in_features, linear.out_features, bias=False, device="meta")
     plain.weight = nn.Parameter(weight.to(linear.dtype).contiguous(), requires_grad=False)
-    plain.bias = bias
+    plain.bias = linear.bias
     return plain

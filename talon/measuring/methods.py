@@ -1,201 +1,44 @@
-"""What of ours the benchmark compares: every target, plain, with every head and tree, and lookup.
+"""What the benchmark compares: every target of ours, plainly, with every head and tree and with
+lookup; and other programs on the same model.
 
-Leaves out: the others (peers.py), the measuring (benchmark.py).
-"""
+A method has a name, the target that it runs, the memory that it holds and the trees that it uses;
+`start` gives a text under way, of which every step is a forward, and `result` what came of it.
+
+Leaves out: the measuring (benchmark.py), what is made of the numbers (report.py)."""
 
 import importlib.util
+import itertools
 import time
 from argparse import Namespace
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
+from eagle_draft import DraftHead
 from model import Transformer
-from talon.cli import DEMO, note
-from talon.decoder import Decoder, Generation
+from talon.cli import note
+from talon.decoder import Decoder, Generation, RoundStats
 from talon.loading import (
-    device_name,
-    find_tokenizer,
+    Files,
     fit_tree,
     load_head,
     load_target,
     pick_device,
     pick_dtype,
     precision_name,
-    read_kind,
 )
-from talon.prompts import tuning_prompts
-from talon.records import bytes_per_round, module_bytes, peak_memory
+from talon.records import module_bytes, moved_bytes, peak_memory
 from talon.sampling import SamplingConfig
-from talon.tokenizer import Tokenizer
-from talon.tuning.choice import settle
+from talon.trees import parse_tree
+from talon.tuning.choice import auto_tree
 
 TREES = ("chain:3", "static", "dynamic:nodes=24,levels=5,top_k=8")
 
-
-@dataclass
-class Run:
-    """One method on one prompt. `decode_s` and `decoded` cover what came after the first forward's
-    token(s).
-    """
-
-    tokens: list[int]
-    prefill_s: float
-    decode_s: float
-    decoded: int
-    rounds: int
-    accepted_by_depth: list[int] = field(default_factory=list)
-    draft_s: float = 0.0
-    verify_s: float = 0.0
-    plain_rounds: int = 0
-    moved_bytes: float = 0.0  # read by all rounds together, as far as known
-    peak_memory_bytes: int = 0
-
-
-class TalonMethod:
-    """One target and draft source of ours, with the decoder of every temperature: `auto` chooses
-    one tree for temperature 0 and one for those above.
-    """
-
-    def __init__(
-        self, name: str, group: str, decoders: dict[float, Decoder], is_plain: bool = False
-    ) -> None:
-        self.name, self.group, self.decoders, self.is_plain = name, group, decoders, is_plain
-        self.trees = {temperature: decoder.tree.name for temperature, decoder in decoders.items()}
-        self.memory_bytes = max(map(held_bytes, decoders.values()))
-
-    def start(
-        self, ids: list[int], sampling: SamplingConfig, budget: int, stop_ids: frozenset[int]
-    ) -> Generation:
-        decoder = self.decoders[sampling.temperature]
-        decoder.cached = []  # every prompt is timed with its own prefill
-        if decoder.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(decoder.device)
-        return Generation(decoder, ids, sampling, budget, stop_ids)
-
-    def finish(self, generation: Generation) -> Run:
-        decoder, stats = generation.decoder, generation.stats
-        middle = len(generation.ids) + len(generation.tokens) / 2
-        return Run(
-            generation.tokens,
-            stats.prefill_s,
-            stats.decode_s,
-            stats.emitted,
-            stats.rounds,
-            stats.accepted_by_depth,
-            stats.draft_s,
-            stats.verify_s,
-            stats.plain_rounds,
-            bytes_per_round(decoder, middle) * stats.rounds,
-            peak_memory(decoder.device),
-        )
-
-
-def held_bytes(decoder: Decoder) -> int:
-    """Of the weights and caches that a decoder holds."""
-    held = [decoder.model, decoder.cache]
-    if decoder.tree.needs_head:
-        held += [decoder.drafter.head.layer, decoder.drafter.cache]
-    return sum(map(module_bytes, held))
-
-
-@dataclass(frozen=True)
-class Loaded:
-    """A target in memory with the heads that belong to it."""
-
-    name: str
-    model: Transformer
-    heads: dict[str, object]
-    path: Path
-    precision: str
-    tokenizer: Tokenizer | None
-
-
-def load_all(args: Namespace) -> list[Loaded]:
-    """Every target with every head, each loaded once."""
-    where, loaded = pick_device(args.device), []
-    precision = pick_dtype(args.dtype, where)
-    for path in args.checkpoint_path or [DEMO]:
-        file = read_kind(path, "target")
-        model = load_target(file, where, precision)
-        heads = {}
-        for head_path in args.draft_checkpoint_path or []:
-            head_file = read_kind(head_path, "draft")
-            heads[head_name(head_path, heads)] = load_head(head_file, model, where, precision)
-        name = numbers = precision_name(file, precision)
-        if any(name == other.name for other in loaded):
-            name = f"{name} ({file.path})"
-        tokenizer = find_tokenizer(file.path.parent, model.config)
-        loaded.append(Loaded(name, model, heads, file.path, numbers, tokenizer))
-    return loaded
-
-
-def head_name(path: Path, taken: dict) -> str:
-    """A short name for a head: its file's, or its folder's where the file's says nothing or is
-    taken.
-    """
-    name = path.parent.name if path.stem == "talon" or path.stem in taken else path.stem
-    return name if name not in taken else str(path)
-
-
-def our_methods(args: Namespace, loaded: list[Loaded], context: int) -> list[TalonMethod]:
-    """Plain decoding of every target, every head with every tree, and lookup."""
-    methods = []
-    for target in loaded:
-        sources = {"plain": (None, "none")}
-        for index, name in enumerate(target.heads):
-            sources |= {f"{name} {text}": (index, text) for text in args.tree or TREES}
-        if args.lookup:
-            sources[f"lookup:{args.lookup}"] = (None, f"lookup:{args.lookup}")
-        for name, (index, text) in sources.items():
-            decoders = make_decoders(args, target, index, text, context)
-            full = f"{target.name} {name}"
-            methods.append(TalonMethod(full, target.name, decoders, name == "plain"))
-    return methods
-
-
-def make_decoders(
-    args: Namespace, target: Loaded, index: int | None, text: str, context: int
-) -> dict[float, Decoder]:
-    """The decoder of every temperature with the tree that `text` names and a head, by its place on
-    the command line. Only `auto` makes more than one.
-    """
-    if text == "auto":
-        return {t: auto_decoder(args, target, index, t, context) for t in args.temperature}
-    head = None if index is None else list(target.heads.values())[index]
-    tree = fit_tree(text, head and head.config)
-    decoder = Decoder(target.model, context, head if tree.needs_head else None, tree, args.compile)
-    return dict.fromkeys(args.temperature, decoder)
-
-
-def auto_decoder(
-    args: Namespace, target: Loaded, index: int, temperature: float, context: int
-) -> Decoder:
-    """With the tree that `--tree auto` chooses at this temperature, and its fallback."""
-    model, head = target.model, list(target.heads.values())[index]
-    choice = settle(
-        (target.path, args.draft_checkpoint_path[index]),
-        (device_name(pick_device(args.device)), target.precision),
-        model,
-        head,
-        lambda: tuning_prompts(target.tokenizer, model.config),
-        SamplingConfig(temperature),
-        args.compile,
-        "again" if args.retune else "once",
-        note,
-    )
-    tree = choice.tree if choice else fit_tree("auto", head.config)
-    decoder = Decoder(model, context, head if tree.needs_head else None, tree, args.compile)
-    if choice is not None:
-        decoder.fall_back_below(choice.break_even)
-    return decoder
-
-
-NAMES = ("transformers", "transformers-lookup", "llama.cpp")
-
-PACKAGES = {
+# Other programs, and the package of each.
+PEERS = {
     "transformers": "transformers",
     "transformers-lookup": "transformers",
     "llama.cpp": "llama_cpp",
@@ -204,45 +47,207 @@ PACKAGES = {
 INSTALL = "pip install 'transformers' 'llama-cpp-python'   (the extra: pip install -e '.[bench]')"
 
 
-def missing(name: str) -> str | None:
-    """Why a peer cannot run here at all; None if its package is installed."""
-    if name not in NAMES:
-        raise ValueError(
-            f"peer {name!r} is not known: give one of {', '.join(NAMES)}, auto or none"
-        )
-    if importlib.util.find_spec(PACKAGES[name]) is None:
-        return f"{name} is not installed: {INSTALL}"
-    return None
+class Task(NamedTuple):
+    """A prompt as token ids, and how to go on behind it."""
+
+    ids: list[int]
+    sampling: SamplingConfig
+    budget: int
+    stop_ids: frozenset[int]
 
 
-class TransformersPeer:
-    """transformers' own generate, eager and in fp32, optionally with its prompt lookup."""
+@dataclass(frozen=True)
+class Decoded:
+    """One method on one prompt. Tokens of the first forward count as prefill."""
+
+    tokens: list[int]
+    stats: RoundStats
+    moved_bytes: float = 0.0  # read by all rounds together, as far as known
+    peak_memory_bytes: int = 0
+
+
+# ---------------------------------------------------------------- ours
+
+
+class TalonMethod:
+    """One target and draft source of ours, with the decoder of every temperature: `auto` chooses
+    one tree for temperature 0 and one for those above."""
+
+    own_sampler = False
+
+    def __init__(
+        self, name: str, target: str, decoders: dict[float, Decoder], plain: bool = False
+    ) -> None:
+        self.name, self.target, self.decoders, self.plain = name, target, decoders, plain
+        self.trees = {temperature: decoder.tree.name for temperature, decoder in decoders.items()}
+        self.memory_bytes = max(map(held_bytes, decoders.values()))
+
+    def start(self, task: Task) -> "TalonText":
+        return TalonText(self.decoders[task.sampling.temperature], *task)
+
+
+class TalonText(Generation):
+    """A text that is timed with its own prefill, whatever is cached."""
+
+    peak_memory_bytes = 0
+
+    def __iter__(self) -> Iterator:
+        device = self.decoder.device
+        self.decoder.forget()
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        yield from super().__iter__()
+        self.peak_memory_bytes = peak_memory(device)
+
+    def result(self) -> Decoded:
+        return Decoded(self.tokens, self.stats, moved_bytes(self), self.peak_memory_bytes)
+
+
+def held_bytes(decoder: Decoder) -> int:
+    """Of the weights and caches that a decoder holds."""
+    held = [decoder.model, decoder.cache]
+    if decoder.drafter.stage is not None:
+        held += [decoder.drafter.stage.module.layer, decoder.drafter.stage.cache]
+    return sum(map(module_bytes, held))
+
+
+class Head(NamedTuple):
+    name: str
+    files: Files  # its own and its target's
+    module: DraftHead
+
+
+class Target(NamedTuple):
+    """A target in memory with the heads that belong to it."""
+
+    name: str
+    files: Files
+    model: Transformer
+    heads: list[Head]
+
+    @property
+    def path(self) -> Path:
+        return self.files.target.path
+
+
+def load_all(args: Namespace, opened: list[Files]) -> list[Target]:
+    """Every target with every head, each loaded once."""
+    device, targets = pick_device(args.device), []
+    dtype = pick_dtype(args.dtype, device)
+    for files in opened:
+        model, heads = load_target(files, device, dtype), []
+        for path in args.draft_checkpoint_path:
+            with_head = files.with_head(path)
+            # A file's name, or its folder's where that says nothing or is taken.
+            names = [path.stem] if path.stem != "talon" else []
+            name = first_free([*names, path.parent.name, str(path)], heads)
+            heads.append(Head(name, with_head, load_head(with_head, model, device, dtype)))
+        name = precision_name(files.target, dtype)
+        name = first_free([name, f"{name} ({files.target.path})"], targets)
+        targets.append(Target(name, files, model, heads))
+    return targets
+
+
+def first_free(names: list[str], taken: list[Head] | list[Target]) -> str:
+    return next(name for name in names if name not in [other.name for other in taken])
+
+
+def our_methods(args: Namespace, targets: list[Target], context: int) -> Iterator[TalonMethod]:
+    """Plain decoding of every target, every head with every tree, and lookup."""
+    for target in targets:
+        sources: list[tuple[str, str, Head | None]] = [("plain", "none", None)]
+        for head, tree in itertools.product(target.heads, args.tree or TREES):
+            sources.append((f"{head.name} {tree}", tree, head))
+        if args.lookup:
+            sources.append((f"lookup:{args.lookup}", f"lookup:{args.lookup}", None))
+        for name, tree, head in sources:
+            decoders = make_decoders(args, target.model, tree, head, context)
+            yield TalonMethod(f"{target.name} {name}", target.name, decoders, name == "plain")
+
+
+def make_decoders(
+    args: Namespace, model: Transformer, name: str, head: Head | None, context: int
+) -> dict[float, Decoder]:
+    """The decoder of every temperature. Only `auto` makes more than one."""
+    module = head and head.module
+    if name != "auto":
+        tree = fit_tree(parse_tree(name), head and head.files.head_config)
+        decoder = Decoder(model, context, module, tree, args.compile)
+        return dict.fromkeys(args.temperature, decoder)
+    decoders = {}
+    for temperature in args.temperature:
+        sampling = SamplingConfig(temperature)
+        choice = auto_tree(head.files, model, module, sampling, args.compile, measure=True)
+        tree = choice.tree if choice else fit_tree(None, head.files.head_config)
+        decoders[temperature] = Decoder(model, context, module, tree, args.compile)
+    return decoders
+
+
+# ---------------------------------------------------------------- other programs
+
+
+class Peer:
+    """Another program. Its `decode` gives the new tokens of a task, and tells `mark` after every
+    forward how many there are."""
+
+    plain, own_sampler = False, True
+
+    def __init__(self, name: str, memory_bytes: int) -> None:
+        self.name = self.target = name  # it takes its turn alone
+        self.memory_bytes, self.trees = memory_bytes, {}
+
+    def start(self, task: Task) -> "PeerText":
+        return PeerText(lambda mark: self.decode(task, mark))
+
+
+class PeerText:
+    def __init__(self, decode: Callable[[Callable[[int], None]], list[int]]) -> None:
+        self.decode = decode
+        self.tokens: list[int] = []
+        # The start, then the end of every forward, with the tokens by then.
+        self.marks: list[tuple[float, int]] = []
+
+    def __iter__(self) -> Iterator:
+        self.mark(0)
+        self.tokens = self.decode(self.mark)
+        yield self.tokens
+
+    def mark(self, count: int) -> None:
+        self.marks.append((time.perf_counter(), count))
+
+    def result(self) -> Decoded:
+        (started, _), (first, count), *_, (last, _) = [*self.marks, self.marks[-1]]
+        stats = RoundStats(prefill_s=first - started, decode_s=last - first)
+        stats.rounds, stats.emitted = len(self.marks) - 2, max(len(self.tokens) - count, 0)
+        return Decoded(self.tokens, stats)
+
+
+class TransformersPeer(Peer):
+    """transformers' own generate, optionally with its prompt lookup."""
 
     def __init__(self, name: str, model: torch.nn.Module) -> None:
-        self.name, self.model = name, model
-        self.lookup = name.endswith("lookup")
-        self.memory_bytes = sum(p.numel() * p.itemsize for p in model.parameters())
+        super().__init__(name, sum(p.numel() * p.itemsize for p in model.parameters()))
+        self.model = model
 
-    def run(
-        self, ids: list[int], sampling: SamplingConfig, budget: int, stop_ids: frozenset[int]
-    ) -> Run:
-        marks: list[tuple[float, int]] = []
+    def decode(self, task: Task, mark: Callable[[int], None]) -> list[int]:
+        ids, sampling, budget, stop_ids = task
+        device = self.model.device
 
         def watch(input_ids: torch.Tensor, scores: object, **_: object) -> torch.Tensor:
             """A stopping criterion that never stops: called once a forward."""
-            marks.append((time.perf_counter(), input_ids.shape[1]))
-            return torch.zeros(input_ids.shape[0], dtype=torch.bool)
+            if device.type == "cuda":  # the forward is only queued
+                torch.cuda.synchronize(device)
+            mark(input_ids.shape[1] - len(ids))
+            return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=device)
 
-        options = {"do_sample": sampling.kind != "greedy", "top_k": 0, "top_p": 1.0}
-        if options["do_sample"]:
+        options: dict = {"do_sample": False, "top_k": None, "top_p": None, "temperature": None}
+        if not sampling.greedy:
+            options = {"do_sample": True, "top_k": 0, "top_p": 1.0}
             options["temperature"] = sampling.temperature
             torch.manual_seed(sampling.seed)
-        else:
-            options |= {"top_k": None, "top_p": None, "temperature": None}
-        if self.lookup:
+        if self.name.endswith("lookup"):
             options["prompt_lookup_num_tokens"] = 10
-        prompt = torch.tensor([ids])
-        started = time.perf_counter()
+        prompt = torch.tensor([ids], device=device)
         with torch.inference_mode():
             found = self.model.generate(
                 prompt,
@@ -253,104 +258,90 @@ class TransformersPeer:
                 pad_token_id=0,
                 **options,
             )
-        tokens = found[0, len(ids) :].tolist()[:budget]
-        first, length = marks[0]
-        decoded = max(len(ids) + len(tokens) - length, 0)
-        return Run(tokens, first - started, marks[-1][0] - first, decoded, len(marks) - 1)
+        return found[0, len(ids) :].tolist()[:budget]
 
 
-def load_transformers(directory: Path) -> torch.nn.Module:
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(
-        directory, dtype=torch.float32, attn_implementation="eager", local_files_only=True
-    )
-
-
-class LlamaCppPeer:
+class LlamaCppPeer(Peer):
     """llama.cpp through llama-cpp-python, on a GGUF file of the same model."""
 
-    def __init__(self, name: str, path: Path, context: int, threads: int) -> None:
-        from llama_cpp import Llama
+    def __init__(self, path: Path, context: int, device: torch.device) -> None:
+        from llama_cpp import Llama, llama_supports_gpu_offload
 
-        self.name = name
-        self.llama = Llama(
-            str(path),
-            n_ctx=context,
-            n_threads=threads,
-            n_threads_batch=threads,
-            n_gpu_layers=-1,
-            verbose=False,
-        )
-        self.memory_bytes = path.stat().st_size
+        super().__init__(f"llama.cpp {path.stem.rpartition('.')[2]}", path.stat().st_size)
+        on_gpu = device.type == "cuda"
+        if on_gpu and not llama_supports_gpu_offload():
+            raise ValueError("llama.cpp was built without a GPU here and would run on the CPU")
+        options = dict.fromkeys(("n_threads", "n_threads_batch"), torch.get_num_threads())
+        options |= {"n_ctx": context, "n_gpu_layers": -1 if on_gpu else 0}
+        self.llama = Llama(str(path), **options, verbose=False)
 
-    def run(
-        self, ids: list[int], sampling: SamplingConfig, budget: int, stop_ids: frozenset[int]
-    ) -> Run:
-        greedy = sampling.kind == "greedy"
+    def decode(self, task: Task, mark: Callable[[int], None]) -> list[int]:
+        ids, sampling, budget, stop_ids = task
         self.llama.reset()
         self.llama.set_seed(sampling.seed % 2**31)
         tokens: list[int] = []
-        started = first = time.perf_counter()
-        stream = self.llama.generate(
-            ids,
-            temp=0.0 if greedy else sampling.temperature,
-            top_k=0,
-            top_p=1.0,
-            min_p=0.0,
-            repeat_penalty=1.0,
-        )
+        temperature = 0.0 if sampling.greedy else sampling.temperature
+        options = {"temp": temperature, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+        stream = self.llama.generate(ids, repeat_penalty=1.0, **options)
         for token in stream:
-            if not tokens:
-                first = time.perf_counter()
             tokens.append(int(token))
+            mark(len(tokens))
             if len(tokens) == budget or token in stop_ids:
                 break
-        ended = time.perf_counter()
         stream.close()
-        return Run(tokens, first - started, ended - first, len(tokens) - 1, len(tokens) - 1)
+        return tokens
 
 
-def open_peer(
-    name: str, checkpoint: Path, gguf: Path | None, context: int, threads: int, shared: dict
-) -> object:
-    """The peer on the model files beside a checkpoint. ValueError says what is not there.
-
-    shared: a model that an earlier call has loaded, for the peers that differ in nothing else.
-    """
-    directory = checkpoint.parent
-    if name == "llama.cpp":
-        found = [gguf] if gguf else sorted(directory.glob("*.gguf"))
-        if not found or not found[0].is_file():
+def peer_names(asked: str) -> list[str]:
+    """What --peers asks for; ValueError if that is not known, or named and not installed."""
+    names = [] if asked == "none" else list(PEERS) if asked == "auto" else asked.split(",")
+    for name in names:
+        if name not in PEERS:
             raise ValueError(
-                f"llama.cpp needs a GGUF file: give --gguf FILE or put one beside {checkpoint}"
+                f"peer {name!r} is not known: give some of {', '.join(PEERS)}, or auto or none"
             )
-        return LlamaCppPeer(name, found[0], context, threads)
-    if not (directory / "config.json").is_file():
-        raise ValueError(
-            f"{name} needs the model's own config.json and weights beside {checkpoint}"
-        )
-    if "transformers" not in shared:
-        shared["transformers"] = load_transformers(directory)
-    return TransformersPeer(name, shared["transformers"])
+        if asked != "auto" and importlib.util.find_spec(PEERS[name]) is None:
+            raise ValueError(f"{name} is not installed: {INSTALL}")
+    return list(dict.fromkeys(names))
 
 
-def open_peers(
-    wanted: list[str], open_one: Callable[[str], object], say: Callable[[str], None], strict: bool
-) -> list[object]:
-    """Every peer that can run; those that cannot are named, or refused where they were asked for by
-    name.
-    """
-    peers = []
-    for name in wanted:
-        reason = missing(name)
-        if reason is None:
-            try:
-                peers.append(open_one(name))
-                continue
-            except (ValueError, OSError) as error:
-                reason = " ".join(str(error).split())
-        if strict:
-            raise ValueError(reason)
-        say(f"without {name}: {reason}")
-    return peers
+def open_peers(args: Namespace, target: Target, context: int) -> list[Peer]:
+    """The peers on the files next to a target of ours, on its device and in its precision. `auto`
+    names those that cannot run instead of refusing them."""
+    opened: dict[str, Peer] = {}
+    for name in peer_names(args.peers):
+        try:
+            if importlib.util.find_spec(PEERS[name]) is None:
+                raise ValueError(f"not installed: {INSTALL}")
+            if name == "llama.cpp":
+                opened[name] = open_llama_cpp(args.gguf, target, context)
+            else:
+                opened[name] = open_transformers(name, target, opened.get("transformers"))
+        except (ValueError, OSError) as error:
+            reason = " ".join(str(error).split())
+            if args.peers != "auto":
+                raise ValueError(f"peer {name}: {reason}") from None
+            note(f"without {name}: {reason}")
+    return list(opened.values())
+
+
+def open_llama_cpp(gguf: Path | None, target: Target, context: int) -> Peer:
+    found = [gguf] if gguf else sorted(target.path.parent.glob("*.gguf"))
+    if not found:
+        raise ValueError(f"give a GGUF file with --gguf, or put one next to {target.path}")
+    return LlamaCppPeer(found[0], context, target.model.norm.weight.device)
+
+
+def open_transformers(name: str, target: Target, other: TransformersPeer | None) -> Peer:
+    """other: the peer that has already loaded the same model."""
+    if other is not None:
+        return TransformersPeer(name, other.model)
+    if not (target.path.parent / "config.json").is_file():
+        raise ValueError(f"put the model's own config.json and weights next to {target.path}")
+    from transformers import AutoModelForCausalLM
+
+    weight = target.model.norm.weight
+    model = AutoModelForCausalLM.from_pretrained(
+        target.path.parent, dtype=weight.dtype, local_files_only=True
+    )
+    return TransformersPeer(name, model.to(weight.device))

@@ -1,9 +1,9 @@
-"""What bounds decoding: bytes over bandwidth, operations over rate, for this machine and for named
-cards.
+"""What bounds decoding: bytes over bandwidth and operations over rate, for named cards; and how
+fast this machine reads.
 
     python benchmark.py --roofline rtx3090
 
-A pass over N rows reads every linear's weights once and the cached keys and values once, and
+A pass over N rows reads every weight of the linears once and the cached keys and values once, and
 multiplies every weight with N rows:
 
     seconds(N) = max((weights + context * kv_row) / bandwidth, 2 * parameters * N / rate)
@@ -11,85 +11,62 @@ multiplies every weight with N rows:
     tokens per second = acceptance length / round
 
 Leaves out: launches, norms, softmax, sampling; `EFFICIENCY` stands for all of it and for the
-distance between a data sheet and a kernel. The README holds the same formulas and constants.
-"""
+distance between a data sheet and a kernel."""
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from model import ModelConfig
+from talon.records import markdown_table
 
 EFFICIENCY = 0.90  # of the data sheet's bandwidth and rate that a good kernel reaches
 
 CONTEXT = 1024  # tokens in the cache
 
+STREAM = {"cpu": 1 << 28, "cuda": 1 << 30}  # bytes that are read to time it: no cache holds them
+
+# ---------------------------------------------------------------- cards, models, published heads
+
 
 @dataclass(frozen=True)
 class Card:
-    """Data sheet: bytes per second, operations per second with fp32 accumulation and with int8,
-    bytes of memory.
-    """
+    """What its data sheet says."""
 
     name: str
-    bandwidth: float
-    rate16: float
-    rate8: float
-    memory: float
+    bandwidth: float  # bytes per second
+    rate16: float  # operations per second in 16 bit with fp32 accumulation
+    rate8: float  # and in int8
+    memory: float  # bytes
 
 
 # GA102: 328 tensor cores at 1.695 GHz; fp16 with fp32 accumulation runs at half of the fp16 rate.
 CARDS = {"rtx3090": Card("RTX 3090", 936e9, 71.2e12, 284e12, 24e9)}
 
 
-@dataclass(frozen=True)
-class Shape:
-    """What a model's cost depends on."""
-
-    name: str
-    n_layer: int
-    dim: int
-    n_head: int
-    n_kv_head: int
-    intermediate_size: int
-    vocab_size: int
-
-    @property
-    def head_dim(self) -> int:
-        return self.dim // self.n_head
-
-    def layer(self, inputs: int) -> int:
-        """Parameters of one layer's linears; attention reads `inputs` columns (2 * dim in an
-        EAGLE-3 head).
-        """
-        attention = (
-            inputs * (self.n_head + 2 * self.n_kv_head) * self.head_dim + self.dim * self.dim
-        )
-        return attention + 3 * self.dim * self.intermediate_size
-
-    @property
-    def parameters(self) -> int:
-        """Of all linears, lm_head included; the embedding is looked up, not read."""
-        return self.n_layer * self.layer(self.dim) + self.vocab_size * self.dim
-
-    def kv_row(self, layers: int) -> int:
-        """Bytes of keys and values of one token in 16 bit."""
-        return 2 * layers * self.n_kv_head * self.head_dim * 2
-
-    def head_parameters(self, family: str, draft_vocab: int) -> int:
-        """One pass of a head: fc or the wide layer, and the lm_head over the draft vocabulary."""
-        wide = family == "eagle3"
-        layer = self.layer(self.dim * (1 + wide)) + (0 if wide else 2 * self.dim * self.dim)
-        return layer + draft_vocab * self.dim
+def llama(
+    n_layer: int, dim: int, n_kv_head: int, intermediate_size: int, vocab_size: int
+) -> ModelConfig:
+    """The shape of a LLaMA whose attention heads have 128 dimensions, with a context of 4096."""
+    return ModelConfig(
+        vocab_size=vocab_size,
+        dim=dim,
+        n_layer=n_layer,
+        n_head=dim // 128,
+        n_kv_head=n_kv_head,
+        head_dim=128,
+        intermediate_size=intermediate_size,
+        norm_eps=1e-5,
+        max_seq_length=4096,
+    )
 
 
-SHAPES = {
-    "LLaMA-2-7B": Shape("LLaMA-2-7B", 32, 4096, 32, 32, 11008, 32000),
-    "LLaMA-2-13B": Shape("LLaMA-2-13B", 40, 5120, 40, 40, 13824, 32000),
-    "LLaMA-3.1-8B": Shape("LLaMA-3.1-8B", 32, 4096, 32, 8, 14336, 128256),
-    "Vicuna-13B": Shape("Vicuna-13B", 40, 5120, 40, 40, 13824, 32000),
+MODELS = {
+    "LLaMA-2-7B": llama(32, 4096, 32, 11008, 32000),
+    "LLaMA-2-13B": llama(40, 5120, 40, 13824, 32000),
+    "LLaMA-3.1-8B": llama(32, 4096, 8, 14336, 128256),
+    "Vicuna-13B": llama(40, 5120, 40, 13824, 32000),
 }
 
 # Bytes a weight: int8 has a scale a row (too little to count), int4 a scale and a zero of 2 bytes
@@ -99,9 +76,7 @@ PRECISIONS = {"bf16": 2.0, "int8": 1.0, "int8-dynamic": 1.0, "int4": 0.5 + 4 / 1
 
 @dataclass(frozen=True)
 class Published:
-    """An acceptance length (tokens per target forward, MT-bench, greedy) that its authors report,
-    and the tree.
-    """
+    """What the authors of a head report for MT-bench, greedy, and their tree."""
 
     model: str
     head: str
@@ -110,7 +85,7 @@ class Published:
     nodes: int
     levels: int
     beam: int
-    acceptance_length: float
+    acceptance_length: float  # tokens per target forward
 
 
 PUBLISHED = [
@@ -124,153 +99,107 @@ PUBLISHED = [
 ]
 
 
-def linear_parameters(config: ModelConfig) -> int:
-    """Of a target's linears, lm_head included."""
-    c = config
-    attention = c.dim * (2 * c.n_head + 2 * c.n_kv_head) * c.head_dim
-    return c.n_layer * (attention + 3 * c.dim * c.intermediate_size) + c.vocab_size * c.dim
+# ---------------------------------------------------------------- what a card allows
 
 
-def bound(moved: float, operations: float, bandwidth: float, rate: float) -> float:
-    """Seconds that a pass takes at least."""
-    return max(moved / bandwidth, operations / rate)
+def layer_parameters(c: ModelConfig, inputs: int) -> int:
+    """Of one layer's linears; attention reads `inputs` columns, 2 * dim in an EAGLE-3 head."""
+    attention = inputs * (c.n_head + 2 * c.n_kv_head) * c.head_dim + c.dim * c.n_head * c.head_dim
+    return attention + 3 * c.dim * c.intermediate_size
 
 
-def target_seconds(shape: Shape, precision: str, rows: int, card: Card) -> float:
-    moved = shape.parameters * PRECISIONS[precision] + CONTEXT * shape.kv_row(shape.n_layer)
+def linear_parameters(c: ModelConfig) -> int:
+    """Of all linears, lm_head included; the embedding is looked up, not read."""
+    return c.n_layer * layer_parameters(c, c.dim) + c.vocab_size * c.dim
+
+
+def head_parameters(c: ModelConfig, head: Published) -> int:
+    """One pass of a head: fc or the wide layer, and the lm_head over the draft vocabulary."""
+    wide = head.family == "eagle3"
+    fc = 0 if wide else 2 * c.dim * c.dim
+    return layer_parameters(c, c.dim * (1 + wide)) + fc + head.draft_vocab * c.dim
+
+
+def kv_row(c: ModelConfig, layers: int) -> int:
+    """Bytes of keys and values of one token in 16 bit."""
+    return 2 * layers * c.n_kv_head * c.head_dim * 2
+
+
+def pass_seconds(parameters: int, row_bytes: int, precision: str, rows: int, card: Card) -> float:
+    """One pass of a target or a head over `rows` rows."""
+    moved = parameters * PRECISIONS[precision] + CONTEXT * row_bytes
     rate = card.rate8 if precision == "int8-dynamic" else card.rate16
-    return bound(moved, 2 * shape.parameters * rows, card.bandwidth * EFFICIENCY, rate * EFFICIENCY)
+    return max(moved / card.bandwidth, 2 * parameters * rows / rate) / EFFICIENCY
 
 
-def head_seconds(shape: Shape, precision: str, source: Published, rows: int, card: Card) -> float:
-    """One pass of the head, in the target's precision."""
-    parameters = shape.head_parameters(source.family, source.draft_vocab)
-    moved = parameters * PRECISIONS[precision] + CONTEXT * shape.kv_row(1)
-    rate = card.rate8 if precision == "int8-dynamic" else card.rate16
-    return bound(moved, 2 * parameters * rows, card.bandwidth * EFFICIENCY, rate * EFFICIENCY)
+def target_seconds(c: ModelConfig, precision: str, rows: int, card: Card) -> float:
+    return pass_seconds(linear_parameters(c), kv_row(c, c.n_layer), precision, rows, card)
 
 
-def fits(shape: Shape, precision: str, card: Card) -> bool:
+def draft_seconds(c: ModelConfig, precision: str, head: Published, card: Card) -> float:
+    """All passes of a round's draft, the head in the target's precision."""
+
+    def one(rows: int) -> float:
+        return pass_seconds(head_parameters(c, head), kv_row(c, 1), precision, rows, card)
+
+    return (head.levels - 1) * one(head.beam) + one(head.levels + 1)
+
+
+def fits(c: ModelConfig, precision: str, card: Card) -> bool:
     """Whether weights, embedding and caches leave a little of the card's memory free."""
-    embedding = 2 * shape.vocab_size * shape.dim
-    needed = (
-        shape.parameters * PRECISIONS[precision]
-        + embedding
-        + 4096 * shape.kv_row(shape.n_layer + 1)
-    )
-    return needed < 0.95 * card.memory
+    weights = linear_parameters(c) * PRECISIONS[precision] + 2 * c.vocab_size * c.dim
+    return weights + c.max_seq_length * kv_row(c, c.n_layer + 1) < 0.95 * card.memory
 
 
 def predict(card: Card) -> list[dict]:
-    """One row for every model, precision and draft: milliseconds and tokens per second."""
-    rows = []
-    for shape in SHAPES.values():
-        for precision in PRECISIONS:
-            alone = target_seconds(shape, precision, 1, card)
-            base = {
-                "model": shape.name,
-                "precision": precision,
-                "fits": fits(shape, precision, card),
-            }
-            plain = {
-                "draft": "none",
-                "nodes": 1,
-                "acceptance_length": 1.0,
-                "draft_ms": 0.0,
-                "verify_ms": alone * 1e3,
-            }
-            rows.append({**base, **plain, "round_ms": alone * 1e3, "tokens_per_s": 1 / alone})
-            for source in (p for p in PUBLISHED if p.model == shape.name):
-                verify = target_seconds(shape, precision, source.nodes, card)
-                draft = (source.levels - 1) * head_seconds(
-                    shape, precision, source, source.beam, card
-                )
-                draft += head_seconds(shape, precision, source, source.levels + 1, card)
-                drafted = {
-                    "draft": source.head,
-                    "nodes": source.nodes,
-                    "draft_ms": draft * 1e3,
-                    "acceptance_length": source.acceptance_length,
-                    "verify_ms": verify * 1e3,
-                }
-                speed = source.acceptance_length / (verify + draft)
-                rows.append(
-                    {**base, **drafted, "round_ms": (verify + draft) * 1e3, "tokens_per_s": speed}
-                )
-    return rows
-
-
-def roofline_table(card: Card) -> str:
-    lines = [
-        f"Bounds for one {card.name}: {card.bandwidth / 1e9:.0f} GB/s, "
-        f"{card.rate16 / 1e12:.1f} TFLOP/s in 16 bit, {card.rate8 / 1e12:.0f} TOP/s in int8, "
-        f"{EFFICIENCY:.0%} of each, {CONTEXT} tokens cached, batch 1",
-        "",
-        "| model | precision | draft | nodes | acceptance length "
-        "| draft ms | verify ms | round ms | tokens/s |",
-        "|---|---|---|---|---|---|---|---|---|",
+    """One entry for every model, precision and draft: milliseconds and tokens per second."""
+    return [
+        {"model": name, "precision": precision, "fits": fits(c, precision, card)}
+        | prediction(c, precision, head, card)
+        for name, c in MODELS.items()
+        for precision in PRECISIONS
+        for head in (None, *(head for head in PUBLISHED if head.model == name))
     ]
-    for row in predict(card):
-        speed = f"{row['tokens_per_s']:.0f}" if row["fits"] else "does not fit"
-        lines.append(
-            f"| {row['model']} | {row['precision']} | {row['draft']} | {row['nodes']} | "
-            f"{row['acceptance_length']:.2f} | {row['draft_ms']:.2f} | {row['verify_ms']:.2f} | "
-            f"{row['round_ms']:.2f} | {speed} |"
-        )
-    return "\n".join(lines)
 
 
-def pick_card(name: str) -> Card:
-    if name not in CARDS:
-        raise ValueError(f"card {name!r} is not known: give one of {', '.join(CARDS)}")
-    return CARDS[name]
-
-
-# ---------------------------------------------------------------- what this machine reaches
-
-
-def best_seconds(call: Callable[[], object], device: torch.device, repeats: int = 5) -> float:
-    times = []
-    for _ in range(repeats + 1):
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        started = time.perf_counter()
-        call()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - started)
-    return min(times[1:])
-
-
-def copy_bandwidth(device: torch.device, size: int = 0) -> float:
-    """Bytes per second, read and written, of copying a buffer that no cache holds."""
-    size = size or (1 << 30 if device.type == "cuda" else 1 << 28)
-    source = torch.zeros(size // 4, device=device)
-    target = torch.empty_like(source)
-    return 2 * size / best_seconds(lambda: target.copy_(source), device)
-
-
-def product_rate(device: torch.device, dtype: torch.dtype, size: int = 0) -> float:
-    """Operations per second of a large matrix product; int8 sums in int32."""
-    size = size or (8192 if device.type == "cuda" else 1024)
-    a = torch.ones(size, size, dtype=dtype, device=device)
-    product = torch._int_mm if dtype == torch.int8 else torch.mm
-    return 2 * size**3 / best_seconds(lambda: product(a, a.t()), device)
-
-
-def machine_rates(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
-    """What bounds this machine: bytes per second of a copy, operations per second by dtype."""
+def prediction(c: ModelConfig, precision: str, head: Published | None, card: Card) -> dict:
+    nodes, length = (head.nodes, head.acceptance_length) if head else (1, 1.0)
+    verify = target_seconds(c, precision, nodes, card)
+    draft = draft_seconds(c, precision, head, card) if head else 0.0
     return {
-        "copy_bytes_per_s": copy_bandwidth(device),
-        "product_ops_per_s": product_rate(device, dtype),
-        "int8_ops_per_s": product_rate(device, torch.int8),
+        "draft": head.head if head else "none",
+        "nodes": nodes,
+        "acceptance_length": length,
+        "draft_ms": draft * 1e3,
+        "verify_ms": verify * 1e3,
+        "round_ms": (draft + verify) * 1e3,
+        "tokens_per_s": length / (draft + verify),
     }
 
 
-def mode_rate(mode: str, device: torch.device, machine: dict[str, float]) -> float:
-    """Operations per second that bound the products of a quantised mode, or of none.
+def roofline_table(card: Card) -> str:
+    heading = (
+        f"Bounds for one {card.name}: {card.bandwidth / 1e9:.0f} GB/s, "
+        f"{card.rate16 / 1e12:.1f} TFLOP/s in 16 bit, {card.rate8 / 1e12:.0f} TOP/s in int8, "
+        f"{EFFICIENCY:.0%} of each, {CONTEXT} tokens cached, batch 1"
+    )
+    names = ("model", "precision", "draft", "nodes")
+    numbers = ("acceptance_length", "draft_ms", "verify_ms", "round_ms")
+    lines = [[name.replace("_", " ") for name in (*names, *numbers, "tokens/s")]]
+    for found in predict(card):
+        speed = f"{found['tokens_per_s']:.0f}" if found["fits"] else "does not fit"
+        shown = [str(found[name]) for name in names], [f"{found[name]:.2f}" for name in numbers]
+        lines.append([*shown[0], *shown[1], speed])
+    return f"{heading}\n\n{markdown_table(lines)}"
 
-    On a CPU integers do them all, activations of 16 bits in two passes."""
-    passes = {"int8-dynamic": 1} | ({} if device.type == "cuda" else {"int8": 2, "int4": 2})
-    plain = machine["product_ops_per_s"]
-    return max(plain, machine["int8_ops_per_s"] / passes[mode]) if mode in passes else plain
+
+# ---------------------------------------------------------------- how fast this machine reads
+
+
+def readers(device: torch.device, size: int) -> dict[str, Callable[[], object]]:
+    """Calls that each read `size` bytes of random numbers once, with all threads. No one reduction
+    is the fastest on every machine: the best of them counts. A copy would not do: it also writes,
+    and may read what it writes."""
+    numbers, vector = torch.rand(size // 4, device=device), torch.rand(1024, device=device)
+    matrix = numbers.view(-1, 1024)
+    return {"sum": numbers.sum, "norm": numbers.norm, "mv": lambda: torch.mv(matrix, vector)}

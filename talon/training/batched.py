@@ -1,61 +1,117 @@
-"""."""
+"""Many texts of one target in a batch, a token of each a step: for making data, never for decoding.
+
+The layers are the target's own; only attention is written out here for one row of each of B texts,
+every text with a cache and a length of its own. Leaves out: who says what (self_talk.py,
+evaluation.py), drafting.
+"""
+
+from collections import Counter, deque
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
-from model import KVCache, Transformer, TransformerBlock, rope_table, rotate
-from talon.sampling import SamplingState, perturb
-from talon.training.evaluation import Text
+from model import KVCache, ModelConfig, Transformer, TransformerBlock, rope_table, rotate
+from talon.cli import note
+from talon.memory import available_memory, gigabytes
+from talon.sampling import Filtered
 
 SAMPLING_POOL = 64  # sampled tokens come from this many best ones
+USER_TOP_P = 0.95
+
+
+@dataclass
+class Slot:
+    """A text under way in one row: ids in `queue` are forced, the next ones the model chooses."""
+
+    number: int
+    queue: deque[int]
+    temperature: float = 0.0  # of the answer
+    start: int | None = None  # where the answer begins; None while the user turn is being sampled
+    turn: int = 0  # where the sampled part of the user turn begins
+    ids: list[int] = field(default_factory=list)
+    seen: Counter = field(default_factory=Counter)  # n-grams of the answer
+
+    @property
+    def sampling(self) -> tuple[float, float]:
+        """Temperature and top_p of the next token."""
+        return (1.0, USER_TOP_P) if self.start is None else (self.temperature, 1.0)
 
 
 def batched_block(
     layer: TransformerBlock, x: Tensor, rope: Tensor, slots: Tensor, mask: Tensor, kv: Tensor
 ) -> Tensor:
-    """TransformerBlock.forward for one row of each of B sequences. x: [B, C]; mask: [B, R]; kv: [2,
-    B * G, R, D]."""
+    """TransformerBlock.forward for one row of each of B texts.
+
+    x: [B, C]; mask: [B, R]; kv: [2, B * G, R, D]."""
     attention, batch, width = layer.attention, *mask.shape
     heads, groups, size = attention.n_head, attention.n_kv_head, attention.head_dim
     qkv = attention.wqkv(layer.attention_norm(x)).view(batch, heads + 2 * groups, size)
     q, k, v = qkv.split((heads, groups, groups), dim=1)
     row = torch.arange(batch, device=x.device)
-    # Keys lie transposed, and products read the whole cache: anything strided would be copied
-    # first.
+    # Keys lie transposed, and the matrix multiplications read the whole cache: anything strided
+    # would be copied first.
     keys, values = kv[0].view(batch * groups, size, -1), kv[1]
     keys.view(batch, groups, size, -1)[row, :, :, slots] = rotate(k, rope).to(keys.dtype)
     values.view(batch, groups, -1, size)[row, :, slots] = v
     q = rotate(q, rope * size**-0.5).view(batch * groups, -1, size)
-    scores = (
-        torch.bmm(q, keys).view(batch, heads, width).masked_fill_(~mask[:, None], float("-inf"))
-    )
+    scores = torch.bmm(q, keys).view(batch, heads, width)
+    scores = scores.masked_fill_(~mask[:, None], float("-inf"))
     weights = scores.softmax(-1, dtype=torch.float32).to(x.dtype)
     y = torch.bmm(weights.view(batch * groups, -1, width), values)
     x = x + attention.wo(y.view(batch, -1))
     return x + layer.feed_forward(layer.ffn_norm(x))
 
 
-class BatchedDecoder:
-    """B conversations in one batch, a row each; a finished one gives its row to the next at
-    once."""
+def fit_batch(
+    config: ModelConfig, length: int, wanted: int, dtype: torch.dtype, available: int | None
+) -> int:
+    """How many texts of `length` tokens have room in the available bytes; ValueError if none."""
+    c = config
+    cache = 2 * c.n_layer * c.n_kv_head * c.head_dim * length * dtype.itemsize
+    # Attention's scores of a layer, and the logits with what sampling makes of them, in fp32.
+    each = cache + 4 * (3 * c.n_head * length + 8 * c.vocab_size)
+    batch = wanted if available is None else min(wanted, int(0.9 * available) // each)
+    if batch < 1:
+        raise ValueError(
+            f"a text of {length} tokens needs {gigabytes(each)}, but next to the target the device "
+            f"has {gigabytes(available)} free: take a quantised target, or another --device"
+        )
+    if batch < wanted:
+        note(f"memory for {batch} texts at a time instead of {wanted}: {gigabytes(each)} each")
+    return batch
 
-    def __init__(self, model: Transformer, batch: int, rows: int, seed: int) -> None:
-        self.model, self.batch, self.rows, c = model, batch, rows, model.config
-        weight = model.norm.weight
+
+class BatchedDecoder:
+    """B texts in one batch, a row each; a finished one gives its row to the next at once."""
+
+    def __init__(self, model: Transformer, wanted: int, length: int, seed: int = 0) -> None:
+        """wanted: texts at a time, if there is room for them; length: tokens of the longest."""
+        self.model, c, weight = model, model.config, model.norm.weight
         self.device = weight.device
-        self.cache = KVCache(c.n_layer, batch * c.n_kv_head, rows, c.head_dim, weight.dtype)
+        self.batch = fit_batch(c, length, wanted, weight.dtype, available_memory(self.device))
+        self.cache = KVCache(c.n_layer, self.batch * c.n_kv_head, length, c.head_dim, weight.dtype)
         self.cache.to(self.device)
-        self.table = rope_table(rows, c.head_dim, c.rope_theta, c.rope_scaling).to(self.device)
-        self.sampling = SamplingState(self.device)
-        self.sampling.seed.fill_(seed)
-        self.sampling.top_k.fill_(SAMPLING_POOL)
-        self.slots = torch.arange(rows, device=self.device)
+        self.table = rope_table(length, c.head_dim, c.rope_theta, c.rope_scaling).to(self.device)
+        self.seed = torch.tensor([seed], device=self.device)
+        self.top_k = torch.tensor([SAMPLING_POOL], device=self.device)
+        self.slots = torch.arange(length, device=self.device)
         self.tokens = torch.arange(c.vocab_size, device=self.device)
 
+    def step(self, slots: list[Slot | None]) -> list[tuple[int, int]]:
+        """Run one token of every text; (row, token) where the next one is the model's to choose."""
+        for slot in slots:
+            if slot and slot.queue:
+                slot.ids.append(slot.queue.popleft())
+        last = [(slot.ids[-1], len(slot.ids) - 1) if slot else (0, 0) for slot in slots]
+        logits = self.forward(*zip(*last, strict=True))
+        free = [row for row, slot in enumerate(slots) if slot and not slot.queue]
+        chosen = self.choose(logits, {row: slots[row] for row in free}).tolist()
+        return [(row, chosen[row]) for row in free]
+
     @torch.inference_mode()
-    def step(self, tokens: list[int], positions: list[int]) -> Tensor:
-        """Run one token of every conversation; logits [B, V]."""
+    def forward(self, tokens: list[int], positions: list[int]) -> Tensor:
+        """Logits [B, V] after one token of every text."""
         at = torch.tensor(positions, device=self.device)
         mask = self.slots <= at[:, None]
         x = self.model.tok_embeddings(torch.tensor(tokens, device=self.device))
@@ -64,46 +120,17 @@ class BatchedDecoder:
         return self.model.output(self.model.norm(x))
 
     @torch.inference_mode()
-    def choose(self, logits: Tensor, wanted: list[tuple[int, float, float, int]]) -> list[int]:
-        """One token for each (row, temperature, top_p, noise counter); temperature 0 is greedy."""
-        chosen = logits.max(dim=1).indices.tolist()
-        result = {row: chosen[row] for row, *_ in wanted}
-        sampled = [item for item in wanted if item[1] > 0]
-        if sampled:
-            rows, temperatures, top_ps, counters = zip(*sampled, strict=True)
-            self.sampling.temperature = torch.tensor(temperatures, device=self.device)[:, None]
-            self.sampling.top_p = torch.tensor(top_ps, device=self.device)[:, None]
-            values, columns = perturb(
-                logits[list(rows)], torch.tensor(counters, device=self.device), self.tokens,
-                self.sampling, "filter", SAMPLING_POOL,
-            )  # fmt: skip
-            best = columns.gather(1, values.argmax(1, keepdim=True))[:, 0].tolist()
-            result |= dict(zip(rows, best, strict=True))
-        return [result[row] for row, *_ in wanted]
-
-
-def answer_greedily(model: Transformer, prompts: list[list[int]], new_tokens: int) -> list[Text]:
-    """The target's greedy answers, all questions in one batch; an answer ends with the model's own
-    end."""
-    rows = max(map(len, prompts)) + new_tokens
-    decoder = BatchedDecoder(model, len(prompts), rows, seed=0)
-    texts = [Text(prompt, []) for prompt in prompts]
-    stop_ids = set(model.config.eos_ids)
-    open_rows = set(range(len(texts)))
-    bar = tqdm(total=rows - 1, unit="step", desc="answers")
-    for position in range(rows - 1):
-        known = [text.ids for text in texts]
-        at = [min(position, len(ids) - 1) for ids in known]
-        logits = decoder.step([ids[p] for ids, p in zip(known, at, strict=True)], at)
-        chosen = logits.argmax(1).tolist()
-        for row in sorted(open_rows):
-            text = texts[row]
-            if position >= len(text.prompt) - 1:
-                text.answer.append(chosen[row])
-                if chosen[row] in stop_ids or len(text.answer) == new_tokens:
-                    open_rows.discard(row)
-        bar.update()
-        if not open_rows:
-            break
-    bar.close()
-    return texts
+    def choose(self, logits: Tensor, slots: dict[int, Slot]) -> Tensor:
+        """int64 [B]: the best token of every row, or a sampled one where its slot says so."""
+        chosen = logits.max(dim=1).indices
+        rows = [row for row, slot in slots.items() if slot.sampling[0] > 0]
+        if rows:
+            sampling = torch.tensor([slots[row].sampling for row in rows], device=self.device)
+            length = len(self.slots)
+            counters = [slots[row].number * length + len(slots[row].ids) for row in rows]
+            temperature, top_p = sampling.split(1, dim=1)
+            pick = Filtered(temperature, self.seed, self.top_k, top_p)
+            positions = torch.tensor(counters, device=self.device)
+            values, columns = pick.values(logits[rows], positions, self.tokens, SAMPLING_POOL)
+            chosen[rows] = columns.gather(1, values.argmax(1, keepdim=True))[:, 0]
+        return chosen

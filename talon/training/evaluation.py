@@ -1,84 +1,113 @@
-"""How long a head's guesses hold: acceptance on real questions, without decoding them once per
-tree.
+"""How long a head's guesses hold: acceptance on real questions, without decoding once per tree.
 
 Greedy decoding gives the same text with any head and any tree, so the target answers each question
 once, in a batch, and its features are read off in one pass. Then the head drafts along that known
 text, by the code that drafts when decoding: only the target's verdict is looked up instead of
-computed. The counts are those of generate.py in fp32.
+computed. The counts are those of generate.py in the same precision. Leaves out: speed
+(benchmark.py).
 
     python train_draft.py --checkpoint_path F --evaluate QUESTIONS.jsonl --out DIR_OF_THE_HEAD
 """
 
-from dataclasses import dataclass
+from collections import deque
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
-from eagle_draft import DraftHead
+from eagle_draft import DraftHead, Entries
+from model import At, Transformer
 from talon.decoder import RoundStats
-from talon.drafters import EagleDrafter
-from talon.sampling import SamplingState
+from talon.drafters.eagle import EagleDrafter
+from talon.sampling import Greedy
+from talon.training.batched import BatchedDecoder, Slot
+from talon.training.conversations import Conversation
+from talon.training.losses import Teacher, read_by_head
 from talon.trees import Tree
 
 
-@dataclass
-class Text:
-    """A question and the target's greedy answer."""
+def measure_acceptance(
+    model: Transformer, head: DraftHead, prompts: list[list[int]], new_tokens: int,
+    trees: list[Tree],
+) -> dict:  # fmt: skip
+    """What each tree of this head reaches on the target's own answers."""
+    answered = answer_greedily(model, prompts, new_tokens)
+    teacher = Teacher(model, head.config, max(len(row.ids) for row in answered))
+    stats, differing = [RoundStats() for _ in trees], 0
+    for row in tqdm(answered, unit="question", desc="drafting"):
+        features, choice = teacher.run(row.ids)
+        start = row.spans[0][0]
+        again = choice[start - 1 : -1].tolist()
+        differing += sum(a != b for a, b in zip(again, row.ids[start:], strict=True))
+        for tree, counts in zip(trees, stats, strict=True):
+            replay(head, tree, row, features, counts)
+    return {
+        "answer_tokens": sum(row.answer_tokens for row in answered),
+        "not_the_choice_again": differing,
+        "trees": [
+            {
+                "tree": tree.name,
+                "questions": len(answered),
+                "rounds": counts.rounds,
+                "acceptance_length": round(counts.acceptance_length, 4),
+                "accepted_by_depth": [
+                    round(n / counts.rounds, 4) for n in counts.accepted_by_depth
+                ],
+            }
+            for tree, counts in zip(trees, stats, strict=True)
+        ],
+    }
 
-    prompt: list[int]
-    answer: list[int]
-    features: Tensor | None = None  # [prompt + answer, levels * C + C], as Teacher.run gives them
 
-    @property
-    def ids(self) -> list[int]:
-        return self.prompt + self.answer
+def answer_greedily(
+    model: Transformer, prompts: list[list[int]], new_tokens: int
+) -> list[Conversation]:
+    """The prompts with the target's answers; an answer ends with the model's own end."""
+    decoder = BatchedDecoder(model, len(prompts), max(map(len, prompts)) + new_tokens)
+    texts = [Slot(n, deque(ids), start=len(ids)) for n, ids in enumerate(prompts)]
+    waiting = iter(texts)
+    slots = [next(waiting, None) for _ in range(decoder.batch)]
+    with tqdm(total=len(texts), unit="question", desc="answers") as bar:
+        while any(slots):
+            for row, token in decoder.step(slots):
+                slot = slots[row]
+                slot.ids.append(token)
+                if token in model.config.eos_ids or len(slot.ids) == slot.start + new_tokens:
+                    slots[row] = next(waiting, None)
+                    bar.update()
+    return [Conversation(slot.ids, [(slot.start, len(slot.ids))]) for slot in texts]
 
 
 @torch.inference_mode()
-def replay(head: DraftHead, tree: Tree, text: Text) -> RoundStats:
+def replay(
+    head: DraftHead, tree: Tree, row: Conversation, features: Tensor, stats: RoundStats
+) -> None:
     """Draft along a known text; what is counted is what decoding would count."""
-    ids, length, stats = text.ids, len(text.prompt), RoundStats()
+    ids, length = row.ids, row.spans[0][0]
     device = head.d2t.device
-    known = torch.tensor(
-        ids + [-1] * (tree.levels + 2), device=device
-    )  # -1 is what no head guesses
+    # -1 is what no head guesses.
+    known = torch.tensor(ids + [-1] * (tree.levels + 2), device=device)
     drafter = EagleDrafter(
         head, tree, len(ids) + tree.nodes + tree.draft_slots, lambda function: function
     )
-    *captured, final = text.features.split(head.config.target_dim, dim=-1)
-    features = captured if head.config.family == "eagle3" else [final]
-    slots, sampling = drafter.all_rows, SamplingState(device)
+    features, _ = read_by_head(features, head.config.target_dim)
+    slots = torch.arange(drafter.stage.cache.rows, device=device)
 
     def learn(start: int, count: int) -> None:
         rows = torch.arange(start, start + count, device=device)
-        drafter.learn(
-            features, rows, known[rows + 1], rows[:1], rows.new_tensor([count - 1]), slots
-        )
+        last = rows.new_tensor([count - 1])
+        entries = Entries(features, rows, known[rows + 1], rows[:1], last)
+        drafter.learn(entries, At(rows[:1], slots))
 
     learn(0, length)
     while length < len(ids) - 1:
-        root, at = known[length : length + 1], torch.tensor([length], device=device)
-        tokens, _, ancestors = drafter.propose(root, at, slots, sampling, "greedy")
+        at = At(torch.tensor([length], device=device), slots)
+        tokens, _, ancestors = drafter.propose(known[length : length + 1], at, Greedy())
         right = tokens == known[length + ancestors.sum(1) - 1]
         count = int((~(ancestors & ~right).any(1)).sum())
         emitted = min(count, len(ids) - 1 - length)
-        stats.count(emitted)
+        stats.rounds += 1
+        for index in range(emitted):
+            stats.count(index)
         learn(length, emitted)
         length += emitted
-    return stats
-
-
-def summarise(tree: Tree, parts: list[RoundStats]) -> dict:
-    """Acceptance over all questions, and how often a guess at each depth was kept."""
-    rounds = sum(part.rounds for part in parts)
-    depth = max((len(part.accepted_by_depth) for part in parts), default=0)
-    kept = [sum((part.accepted_by_depth + [0] * depth)[d] for part in parts) for d in range(depth)]
-    per_text = sorted(part.acceptance_length for part in parts if part.rounds)
-    return {
-        "tree": tree.name,
-        "questions": len(parts),
-        "rounds": rounds,
-        "acceptance_length": round(sum(part.emitted for part in parts) / max(rounds, 1), 4),
-        "accepted_by_depth": [round(k / max(rounds, 1), 4) for k in kept],
-        "median_of_questions": round(per_text[len(per_text) // 2], 4) if per_text else 0.0,
-    }

@@ -4,57 +4,61 @@ side of the losses.
 The teacher is the target itself, run by the code that decodes, so its features are those that
 decoding reads. The head is the DraftHead that decodes: only its attention is another, one that
 unrolls the levels of drafting over whole conversations (training-time test, EAGLE-3, arXiv
-2503.01840, section 3.2; used here for EAGLE-1 heads too). Leaves out: data (draft_data.py), the run
-and its files (train_draft.py, which is the command).
+2503.01840, section 3.2; used here for EAGLE-1 heads too). Leaves out: data (conversations.py,
+self_talk.py), the run and its files (run.py).
 """
 
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
+from torch.nn.utils.rnn import pad_sequence
 
-from eagle_draft import DraftHead
-from model import Attention, KVCache, Transformer, causal_mask, rope_table, rotate
+from eagle_draft import DraftConfig, DraftHead
+from model import Attention, KVCache, Place, Transformer, causal_mask, rope_table, rotate
 from talon.training.conversations import Conversation
 
 
 @dataclass(frozen=True)
-class Settings:
+class TrainingConfig:
     """What decides the numbers of a run: all of it must be the same to resume one."""
 
-    head: str
-    epochs: int
-    batch_tokens: int
-    lr: float
-    warmup: float
-    unroll: int
-    unroll_from: float
-    level_decay: float
-    feature_weight: float
-    feature_noise: float
-    draft_vocab_size: int | None
-    max_length: int
-    validation: float
-    dtype: str
-    seed: int
-    init: str | None
+    head: str = "eagle1"
+    draft_vocab_size: int | None = None
+    init: str | None = None
+    max_length: int = 2048
+    validation: float = 0.02
+    epochs: int = 3
+    batch_tokens: int = 512
+    lr: float = 1.5e-3
+    warmup: float = 0.04
+    unroll: int = 3
+    unroll_from: float = 0.5
+    feature_weight: float = 1.0
+    seed: int = 0
+    dtype: str = "fp32"
+    # Constants of the recipe, which no flag changes.
+    level_decay: float = 0.8  # weight of a level against the one before
+    feature_noise: float = 0.5  # in units of the features' usual size
 
 
 class UnrolledAttention(Attention):
     """The head's attention over B sequences of T entries, level after level of drafting.
 
     At the first level an entry sees its predecessors and itself. An entry of a later level stands
-    for a drafted node: it sees the same true entries and, besides, its own ancestors, which are the
-    entries of the same row at the earlier levels. `kv` is the list of the levels' keys and values;
+    for a drafted node: it sees the same true entries and its own ancestors, which are the entries
+    of the same position at the earlier levels. `kv` is the list of the levels' keys and values;
     this call appends its own.
     """
 
-    def forward(self, x: Tensor, rope: Tensor, slots: Tensor, mask: Tensor, kv: list) -> Tensor:
-        """x: [B * T, in_dim]; rope: [2, B * T, D]; slots: unused; mask: bool [T, T], causal."""
+    def forward(self, x: Tensor, place: Place, kv: list) -> Tensor:
+        """x: [B * T, in_dim]; place: rope [2, B * T, D], no slots, and mask bool [T, T], causal."""
+        rope, _, mask = place
         length = mask.shape[0]
         heads, groups, size = self.n_head, self.n_kv_head, self.head_dim
         q, k, v = self.wqkv(x).view(-1, heads + 2 * groups, size).split((heads, groups, groups), 1)
@@ -75,8 +79,7 @@ class UnrolledAttention(Attention):
 
 
 class ColumnScale(nn.Module):
-    """fc sees every input in units of that input's usual size. Folded into the weight when the head
-    is written."""
+    """fc sees every input in units of its usual size; folded into the weight when it is written."""
 
     def __init__(self, scale: Tensor) -> None:
         super().__init__()
@@ -89,11 +92,12 @@ class ColumnScale(nn.Module):
         return weight * self.scale
 
 
-@dataclass
-class Batch:
-    """B conversations, padded at the end. What entry i of a row learns at level s (0 is the first):
-    its token is i+1+s, its position i+s, and what it has to guess is the target's choice after that
-    token."""
+class Batch(NamedTuple):
+    """B conversations, padded at the end.
+
+    What entry i of a conversation learns at level s (0 is the first): its token is i+1+s, its
+    position i+s, and what it has to guess is the target's choice after that token.
+    """
 
     ids: Tensor  # int64 [B, T]
     answer: Tensor  # bool [B, T], the token belongs to an answer
@@ -102,8 +106,7 @@ class Batch:
     choice: Tensor  # int64 [B, T], the target's choice after each token
 
     def counted(self, level: int) -> Tensor:
-        """bool [B, T]: entries whose guess is an answer token. The mask moves along with its
-        labels."""
+        """bool [B, T]: entries whose guess is an answer token. The mask moves with its labels."""
         return ahead(self.answer, level + 2)
 
 
@@ -115,17 +118,16 @@ def ahead(x: Tensor, by: int) -> Tensor:
 class Unrolled(nn.Module):
     """The head with its training losses. The forward is one batch; DDP wraps this."""
 
-    def __init__(self, head: DraftHead, rows: Tensor, settings: Settings) -> None:
+    def __init__(self, head: DraftHead, target_output: Tensor, config: TrainingConfig) -> None:
+        """target_output: [Vd, C], the target's lm_head for the draft vocabulary."""
         super().__init__()
-        self.head, self.settings = head, settings
-        c = head.config
-        self.register_buffer("rows", rows, persistent=False)  # [Vd, C], the target's output rows
-        table = rope_table(
-            settings.max_length + settings.unroll, c.head_dim, c.rope_theta, c.rope_scaling
-        )
-        self.register_buffer("table", table.to(rows.device), persistent=False)
-        known = torch.zeros(c.vocab_size, dtype=torch.bool, device=rows.device)
+        self.head, self.config, c = head, config, head.config
+        length, device = config.max_length + config.unroll, target_output.device
+        table = rope_table(length, c.head_dim, c.rope_theta, c.rope_scaling).to(device)
+        known = torch.zeros(c.vocab_size, dtype=torch.bool, device=device)
         known[head.target_ids] = True
+        self.register_buffer("target_output", target_output, persistent=False)
+        self.register_buffer("table", table, persistent=False)
         self.register_buffer("known", known, persistent=False)
 
     def levels(self, batch: Batch, levels: int, noise: Tensor | None = None) -> Iterator[Tensor]:
@@ -133,39 +135,31 @@ class Unrolled(nn.Module):
         count, length = batch.ids.shape
         features = [x.flatten(0, 1) for x in batch.features]
         if noise is not None:
-            features = [
-                x + noise_part
-                for x, noise_part in zip(
-                    features, noise.split([x.shape[1] for x in features], 1), strict=True
-                )
-            ]
+            parts = noise.chunk(len(features), dim=1)
+            features = [x + part for x, part in zip(features, parts, strict=True)]
         hidden, memory = self.head.fuse(features), []
         mask = torch.ones(length, length, dtype=torch.bool, device=batch.ids.device).tril()
         for level in range(levels):
             rope = self.table[:, level : level + length].repeat(1, count, 1)
             tokens = ahead(batch.ids, level + 1).flatten()
-            hidden = self.head(tokens, hidden, rope, None, mask, memory)
+            hidden = self.head(tokens, hidden, Place(rope, None, mask), memory)
             yield hidden
 
     def forward(
         self, batch: Batch, levels: int, noise: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The loss, and a table [levels, 4]: counted entries, right guesses, cross-entropy and
-        feature loss."""
+        """The loss, and a table [levels, 4] of sums over the counted entries: their number, right
+        guesses, cross-entropy and feature loss."""
         loss, table = 0.0, []
         for level, hidden in enumerate(self.levels(batch, levels, noise)):
             at = batch.counted(level).flatten()
             wanted = ahead(batch.final, level + 1).flatten(0, 1)[at]
             choice = ahead(batch.choice, level + 1).flatten()[at]
             ce, feature, right = self.level_loss(hidden[at], wanted, choice)
-            loss = loss + self.settings.level_decay**level * (
-                ce + self.settings.feature_weight * feature
-            )
-            table.append(
-                torch.stack(
-                    (at.sum().float(), right, ce.detach().float(), feature.detach().float())
-                )
-            )
+            weight = self.config.level_decay**level
+            loss = loss + weight * (ce + self.config.feature_weight * feature)
+            count = at.sum().float()
+            table.append(torch.stack((count, right, ce.detach() * count, feature.detach() * count)))
         return loss, torch.stack(table)
 
     def level_loss(
@@ -176,85 +170,84 @@ class Unrolled(nn.Module):
             zero = hidden.sum() * 0
             return zero, zero, zero.detach().float()
         logits = self.head.logits(hidden).float()
-        teacher = F.linear(wanted.to(self.rows.dtype), self.rows).float().softmax(-1)
+        output = self.target_output
+        teacher = F.linear(wanted.to(output.dtype), output).float().softmax(-1)
         ce = -(teacher * logits.log_softmax(-1)).sum(-1)
         # Where the target's choice is outside the draft vocabulary, the rest of its distribution is
         # noise.
         known = self.known[choice]
         ce = (ce * known).sum() / known.sum().clamp(min=1)
-        feature = (
-            F.smooth_l1_loss(hidden.float(), wanted.float())
-            if self.head.config.family == "eagle1"
-            else ce * 0
-        )
+        feature = ce * 0
+        if self.head.config.family == "eagle1":
+            feature = F.smooth_l1_loss(hidden.float(), wanted.float())
         right = (self.head.target_ids[logits.argmax(-1)] == choice).sum().float()
         return ce, feature, right
 
 
-# --- the teacher ----------------------------------------------------------------------------------
+# ---------------------------------------------------------------- the teacher
+
+
+def read_by_head(features: Tensor, dim: int) -> tuple[list[Tensor], Tensor]:
+    """What the head reads of what Teacher.run gives, and the state after the final norm."""
+    *captured, final = features.split(dim, dim=-1)
+    return captured or [final], final
 
 
 class Teacher:
-    """The target's features and choices for whole conversations, one at a time, by the forward that
-    decodes.
+    """The target's features and choices for whole conversations, by the forward that decodes.
 
     One conversation a forward keeps its numbers independent of its neighbours, so a resumed run
     meets the same ones. What fits in `cache_bytes` is kept for the next epoch.
     """
 
     def __init__(
-        self,
-        model: Transformer,
-        family: str,
-        layers: tuple[int, ...] | None,
-        rows: int,
-        cache_bytes: int,
+        self, model: Transformer, head: DraftConfig, length: int, cache_bytes: int = 0
     ) -> None:
-        self.model, self.layers = model, layers or ()
-        self.family, c, weight = family, model.config, model.norm.weight
-        self.kv = KVCache(c.n_layer, c.n_kv_head, rows, c.head_dim, weight.dtype).to(weight.device)
-        self.table = rope_table(rows, c.head_dim, c.rope_theta, c.rope_scaling).to(weight.device)
-        self.slots = torch.arange(rows, device=weight.device)
+        """length: tokens of the longest conversation."""
+        self.model, self.head, c, weight = model, head, model.config, model.norm.weight
+        self.kv = KVCache(c.n_layer, c.n_kv_head, length, c.head_dim, weight.dtype)
+        self.kv.to(weight.device)
+        self.table = rope_table(length, c.head_dim, c.rope_theta, c.rope_scaling).to(weight.device)
+        self.slots = torch.arange(length, device=weight.device)
         self.start = torch.zeros(1, dtype=torch.int64, device=weight.device)
-        self.cache: dict[int, tuple[Tensor, Tensor]] = {}
-        self.room = cache_bytes
+        self.cache: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
+        self.cache_room = cache_bytes
 
     @torch.no_grad()
     def run(self, ids: list[int]) -> tuple[Tensor, Tensor]:
         """Features [T, levels * C + C], the state after the final norm last, and choices int64
         [T]."""
-        rows, model = len(ids), self.model
-        slots = self.slots[:rows]
-        mask = causal_mask(self.start, rows, slots)
-        x = model.tok_embeddings(torch.tensor(ids, device=slots.device))
-        x, captured = model(x, self.table[:, :rows], slots, mask, self.kv, self.layers)
-        final = model.norm(x)
-        return torch.cat((*captured, final), dim=-1), model.output(final).max(-1).indices
+        slots, layers = self.slots[: len(ids)], self.head.feature_layers or ()
+        mask = causal_mask(self.start, len(ids), slots)
+        place = Place(self.table[:, : len(ids)], slots, mask)
+        tokens = torch.tensor(ids, device=slots.device)
+        final, features = self.model(tokens, place, self.kv, layers)
+        read = torch.cat((*features, final), dim=-1) if layers else final
+        return read, self.model.output(final).max(-1).indices
 
-    def __call__(self, number: int, ids: list[int]) -> tuple[Tensor, Tensor]:
-        if number in self.cache:
-            return self.cache[number]
-        features, choice = self.run(ids)
-        size = features.numel() * features.element_size() + choice.numel() * 8
-        if size <= self.room:
-            self.room -= size
-            self.cache[number] = features, choice
-        return features, choice
+    def __call__(self, ids: list[int]) -> tuple[Tensor, Tensor]:
+        """`run`, or what it gave for these ids before."""
+        key = tuple(ids)
+        if key in self.cache:
+            return self.cache[key]
+        result = self.run(ids)
+        size = sum(x.numel() * x.element_size() for x in result)
+        if size <= self.cache_room:
+            self.cache_room -= size
+            self.cache[key] = result
+        return result
 
-    def batch(self, numbers: list[int], data: list[Conversation]) -> Batch:
-        """The conversations `numbers` of `data`, padded to the longest."""
-        length, device = max(len(data[n].ids) for n in numbers), self.slots.device
-        ids = torch.zeros(len(numbers), length, dtype=torch.int64)
-        answer = torch.zeros(len(numbers), length, dtype=torch.bool)
-        parts = [self(n, data[n].ids) for n in numbers]
-        for row, n in enumerate(numbers):
-            ids[row, : len(data[n].ids)] = torch.tensor(data[n].ids)
-            for start, end in data[n].spans:
-                answer[row, start:end] = True
-        features = nn.utils.rnn.pad_sequence([f for f, _ in parts], batch_first=True)
-        choice = nn.utils.rnn.pad_sequence([c for _, c in parts], batch_first=True)
-        *captured, final = features.split(self.model.config.dim, dim=-1)
-        read = captured if self.family == "eagle3" else [final]
+    def batch(self, data: list[Conversation]) -> Batch:
+        """Some conversations, padded to the longest."""
+        device = self.slots.device
+        ids = pad_sequence([torch.tensor(row.ids) for row in data], batch_first=True)
+        answer = torch.zeros_like(ids, dtype=torch.bool)
+        for index, row in enumerate(data):
+            for start, end in row.spans:
+                answer[index, start:end] = True
+        parts = [self(row.ids) for row in data]
+        features, choice = (pad_sequence(part, True) for part in zip(*parts, strict=True))
+        read, final = read_by_head(features, self.head.target_dim)
         return Batch(ids.to(device), answer.to(device), read, final, choice)
 
 
@@ -263,19 +256,12 @@ def scale_inputs(
 ) -> None:
     """Measure the usual size of fc's inputs on a few conversations; the first token's, which is
     huge, left out."""
-    rows = random.Random(0).sample(range(len(data)), min(sample, len(data)))
     squares, count = 0.0, 0
-    for n in rows:
-        features, _ = teacher(n, data[n].ids)
-        *captured, final = features[1:].float().split(teacher.model.config.dim, dim=-1)
-        read = captured
+    for row in random.Random(0).sample(data, min(sample, len(data))):
+        read, final = read_by_head(teacher(row.ids)[0][1:].float(), head.config.target_dim)
         if head.config.family == "eagle1":
-            read = [
-                teacher.model.tok_embeddings.weight[
-                    torch.tensor(data[n].ids[1:], device=final.device)
-                ].float(),
-                final,
-            ]
+            tokens = torch.tensor(row.ids[1:], device=final.device)
+            read = [teacher.model.tok_embeddings(tokens).float(), final]
         squares = squares + torch.cat(read, dim=-1).square().sum(0)
         count += len(final)
     scale = (squares / max(count, 1)).sqrt().clamp(min=1e-3)

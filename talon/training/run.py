@@ -1,80 +1,56 @@
 """A training under way: its optimisers, batches, steps, validation, log and checkpoints.
 
 Everything random follows from the seed and the step's number, so a run that was interrupted goes on
-to the same numbers. Leaves out: the command line and its settings (train_draft.py), the losses
-(draft_unroll.py), data (draft_data.py).
+to the same numbers. Leaves out: the command line (train_draft.py), the losses and what decides the
+numbers (losses.py), data (conversations.py, self_talk.py).
 """
 
 import json
 import math
+import os
 import random
 import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from tqdm import tqdm
 
 from eagle_draft import DraftHead
 from model import Transformer
-from talon.checkpoint import atomic_file
 from talon.cli import note
 from talon.training.conversations import Conversation
 from talon.training.head import borrow, write_head
-from talon.training.losses import Batch, Settings, Teacher, Unrolled, scale_inputs
+from talon.training.losses import Batch, Teacher, TrainingConfig, Unrolled, scale_inputs
+from talon.writing import atomic_file
 
 HEAD_FILE, STATE_FILE, LOG_FILE = "talon_draft.safetensors", "train_state.pt", "log.jsonl"
-
-PLOT_FILE = "training.png"
-
 STATE_KEYS = {"settings", "source", "step", "tokens", "data", "head", "optimizers", "cpu_s"}
-
 LENGTH_POOL = 32  # batches that are sorted by length together, so that little padding is computed
+SAVE_EVERY = 500  # steps, as often as the held-out conversations are looked at
+CACHE_BYTES = 2 * 2**30  # features that epochs share
+FORWARD_TOKENS = 512  # answer tokens of a forward, for which a card has room next to the target
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-def build_optimizers(head: DraftHead) -> list[torch.optim.Optimizer]:
-    """Muon (Jordan et al. 2024) for the matrices of fc and the layer, AdamW for everything else.
+class Processes(NamedTuple):
+    """This process among those that train together."""
 
-    `share` scales the learning rate, which every step sets anew. On SmolLM2, in 124 steps on the
-    same 130,000 tokens, Muon (lr 2e-3) came to 37.1 % right guesses on held-out text where AdamW
-    (lr 1e-3) came to 33.8 %, in as much time."""
-    groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
-    for name, parameter in head.named_parameters():
-        if parameter.requires_grad:
-            inner = parameter.dim() == 2 and name.startswith(("fc.", "layer."))
-            groups[inner].append(parameter)
-    muon = torch.optim.Muon(
-        [{"params": groups[True], "share": 1.0}],
-        weight_decay=0.0,
-        adjust_lr_fn="match_rms_adamw",
-    )
-    adamw = torch.optim.AdamW(
-        [{"params": groups[False], "share": 0.25}], betas=(0.9, 0.95), weight_decay=0.0
-    )
-    return [muon, adamw]
+    rank: int = 0
+    count: int = 1
+    sharded: bool = False  # the target is spread over all of them
 
 
-def plan(data: list[Conversation], settings: Settings, epoch: int) -> list[list[int]]:
-    """The epoch's batches as lists of conversation numbers, about `batch_tokens` answer tokens
-    each."""
-    rng = random.Random(f"{settings.seed}/{epoch}")
-    order = list(range(len(data)))
-    rng.shuffle(order)
-    per_batch = max(
-        1, round(settings.batch_tokens * len(data) / sum(row.answer_tokens for row in data))
-    )
-    pool = per_batch * LENGTH_POOL
-    batches = []
-    for start in range(0, len(order), pool):
-        part = sorted(order[start : start + pool], key=lambda n: len(data[n].ids))
-        batches += [part[i : i + per_batch] for i in range(0, len(part), per_batch)]
-    rng.shuffle(batches)
-    return batches
+ALONE = Processes()
 
 
-class Run:
+class TrainingRun:
     """A training under way: what it steps on, and what it writes."""
 
     def __init__(
@@ -82,202 +58,184 @@ class Run:
         model: Transformer,
         head: DraftHead,
         data: list[Conversation],
-        settings: Settings,
+        config: TrainingConfig,
         out: Path,
-        source: dict,
-        cache_bytes: int,
-        rank: int = 0,
-        world: int = 1,
-        sharded: bool = False,
+        processes: Processes = ALONE,
     ) -> None:
-        self.model, self.head, self.settings, self.out, self.source = (
-            model,
-            head,
-            settings,
-            out,
-            source,
-        )
-        self.rank, self.world, self.device = rank, world, model.norm.weight.device
-        self.sharded = sharded
-        held = (
-            max(1, round(len(data) * settings.validation))
-            if len(data) > 1 and settings.validation
-            else 0
-        )
+        self.model, self.head, self.config, self.out = model, head, config, out
+        self.processes, self.device = processes, model.norm.weight.device
+        held = max(1, round(len(data) * config.validation))
+        held = held if len(data) > 1 and config.validation else 0
         self.data, self.held = data[held:], data[:held]
-        layers = head.config.feature_layers
-        self.teacher = Teacher(model, head.config.family, layers, settings.max_length, cache_bytes)
-        self.judge = Teacher(model, head.config.family, layers, settings.max_length, 0)
+        cache_bytes = 0 if processes.sharded else CACHE_BYTES
+        self.teacher = Teacher(model, head.config, config.max_length, cache_bytes)
         scale_inputs(head, self.teacher, self.data)
-        self.unrolled = Unrolled(head, borrow(head, model), settings).to(self.device)
+        self.unrolled = Unrolled(head, borrow(head, model), config).to(self.device)
         self.parallel = self.unrolled
-        if world > 1:
+        if processes.count > 1:  # its buffers never change
             self.parallel = nn.parallel.DistributedDataParallel(
-                self.unrolled, find_unused_parameters=True
+                self.unrolled, find_unused_parameters=True, broadcast_buffers=False
             )
-        self.trained = [p for p in head.parameters() if p.requires_grad]
-        self.optimizers = build_optimizers(head)
-        self.steps_per_epoch = len(plan(self.data, settings, 0)) // world
-        self.total = settings.epochs * self.steps_per_epoch
-        self.step, self.tokens, self.stopping = 0, 0, False
+        self.trained = {n: p for n, p in head.named_parameters() if p.requires_grad}
+        self.optimizers = build_optimizers(self.trained)
+        self.planned = 0, plan_epoch(self.data, config, 0)
+        self.steps_per_epoch = len(self.planned[1]) // processes.count
+        self.total = config.epochs * self.steps_per_epoch
+        if not self.steps_per_epoch:
+            raise ValueError(
+                f"{len(self.data)} conversations are fewer batches than the {processes.count} "
+                "processes: lower --batch_tokens, or start fewer processes"
+            )
+        self.step, self.tokens = 0, 0
+        self.stop: tuple[int, float] | None = None  # the signal that asked to, and when
         self.started = time.process_time()
 
+    @property
+    def progress(self) -> dict:
+        return {"step": self.step, "tokens": self.tokens}
+
+    @property
+    def marks(self) -> dict:
+        """What must be the same to resume, by name."""
+        return asdict(self.config) | {
+            "data": data_mark(self.held + self.data),
+            "target": target_mark(self.model),
+        }
+
     def autocast(self) -> torch.autocast:
-        return torch.autocast(
-            self.device.type, torch.bfloat16, enabled=self.settings.dtype == "bf16"
-        )
+        enabled = self.config.dtype == "bf16"
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=enabled)
 
     def lr(self, step: int) -> float:
         """Linear warm-up, then a cosine down to a twentieth."""
-        warm = max(1, round(self.settings.warmup * self.total))
+        warm = max(1, round(self.config.warmup * self.total))
         if step < warm:
-            return self.settings.lr * (step + 1) / warm
+            return self.config.lr * (step + 1) / warm
         done = (step - warm) / max(1, self.total - warm)
-        return self.settings.lr * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * done)))
+        return self.config.lr * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * done)))
 
     def levels(self, step: int) -> int:
         """One level at first, which is cheap, then all of them, which is what drafting needs."""
-        return self.settings.unroll if step >= self.settings.unroll_from * self.total else 1
+        return self.config.unroll if step >= self.config.unroll_from * self.total else 1
 
-    def noise(self, batch: Batch, step: int) -> Tensor | None:
+    def noise(self, batch: Batch, generator: torch.Generator) -> Tensor:
         """Uniform noise on the features: a drafted feature is never exact, and too little data is
         soon learnt by heart."""
-        if not self.settings.feature_noise:
-            return None
-        generator = torch.Generator().manual_seed(
-            (self.settings.seed << 32) + step * self.world + self.rank
-        )
         width = sum(x.shape[-1] for x in batch.features)
         noise = torch.rand(batch.ids.numel(), width, generator=generator).sub_(0.5).mul_(2)
-        return noise.to(self.device) * self.scale * self.settings.feature_noise
+        scale = self.head.fc.parametrizations.weight[0].scale[-width:]
+        return noise.to(self.device) * scale * self.config.feature_noise
 
-    @property
-    def scale(self) -> Tensor:
-        scale = self.head.fc.parametrizations.weight[0].scale
-        return scale[-self.head.config.dim :] if self.head.config.family == "eagle1" else scale
-
-    def numbers(self, step: int, rank: int) -> list[int]:
+    def rows(self, step: int, rank: int) -> list[Conversation]:
+        """The conversations of a process at a step."""
         epoch, index = divmod(step, self.steps_per_epoch)
-        if getattr(self, "planned", (None,))[0] != epoch:
-            self.planned = epoch, plan(self.data, self.settings, epoch)
-        return self.planned[1][index * self.world + rank]
+        if self.planned[0] != epoch:
+            self.planned = epoch, plan_epoch(self.data, self.config, epoch)
+        return [self.data[n] for n in self.planned[1][index * self.processes.count + rank]]
 
-    def batch(self, step: int) -> Batch:
-        """This process's batch of a step. The forwards of a sharded target are common work: who has
-        fewer conversations than another process repeats one."""
-        numbers = self.numbers(step, self.rank)
-        batch = self.teacher.batch(numbers, self.data)
-        if self.sharded:
-            most = max(len(self.numbers(step, rank)) for rank in range(self.world))
-            for _ in range(most - len(numbers)):
-                self.teacher.run(self.data[numbers[0]].ids)
-        return batch
+    def batches(self, step: int) -> list[Batch]:
+        """This process's part of a step, as batches that fit into a forward.
+
+        The forwards of a sharded target are common work: who has fewer conversations than another
+        process repeats one."""
+        rank, count, sharded = self.processes
+        rows = self.rows(step, rank)
+        size = math.ceil(len(rows) / max(1, round(self.config.batch_tokens / FORWARD_TOKENS)))
+        batches = [self.teacher.batch(rows[i : i + size]) for i in range(0, len(rows), size)]
+        if sharded:
+            most = max(len(self.rows(step, other)) for other in range(count))
+            for _ in range(most - len(rows)):
+                self.teacher.run(rows[0].ids)
+        return batches
+
+    def accumulate(self, step: int) -> tuple[float, Tensor]:
+        """Add up the gradients of a step; its loss and its table, as Unrolled.forward gives it."""
+        levels, batches = self.levels(step), self.batches(step)
+        number = step * self.processes.count + self.processes.rank
+        generator = torch.Generator().manual_seed((self.config.seed << 32) + number)
+        loss, table = 0.0, torch.zeros(levels, 4, device=self.device)
+        self.head.zero_grad()
+        for left, batch in enumerate(batches, start=1 - len(batches)):
+            alone = self.processes.count == 1
+            # The processes add up their gradients once, in the last backward.
+            with nullcontext() if alone or not left else self.parallel.no_sync():
+                with self.autocast():
+                    part, counts = self.parallel(batch, levels, self.noise(batch, generator))
+                (part / len(batches)).backward()
+            loss, table = loss + float(part.detach()) / len(batches), table + counts
+        return loss, table
 
     def train_step(self) -> dict:
         """One update. ValueError, before anything is changed, if the loss is not a number."""
-        step, levels = self.step, self.levels(self.step)
-        batch = self.batch(step)
+        step = self.step
+        loss, table = self.accumulate(step)
+        norm = float(nn.utils.clip_grad_norm_(self.trained.values(), 1.0))
+        if not math.isfinite(loss + norm):
+            raise ValueError(
+                f"the loss is not finite at step {step} (loss {loss}, gradient {norm}): the last "
+                f"checkpoint in {self.out} is intact; lower --lr, or try --dtype fp32 and check "
+                "the data"
+            )
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = self.lr(step) * group["share"]
-        with self.autocast():
-            loss, table = self.parallel(batch, levels, self.noise(batch, step))
-        for parameter in self.trained:
-            parameter.grad = None
-        loss.backward()
-        norm = nn.utils.clip_grad_norm_(self.trained, 1.0)
-        if not math.isfinite(float(loss.detach()) + float(norm)):
-            raise ValueError(
-                f"the loss is not finite at step {step} (loss {float(loss.detach())}, gradient "
-                f"{float(norm)}): the last checkpoint in {self.out} is intact; lower --lr, or try "
-                "--dtype fp32 and check the data"
-            )
-        for optimizer in self.optimizers:
             optimizer.step()
         self.step += 1
-        counted = table[:, 0].clamp(min=1)
-        self.tokens += int(table[0, 0]) * self.world
-        return {
-            "step": self.step, "tokens": self.tokens, "lr": self.lr(step), "levels": levels,
-            "loss": float(loss.detach()), "accuracy": (table[:, 1] / counted).tolist(),
-            "cross_entropy": table[:, 2].tolist(), "feature_loss": table[:, 3].tolist(),
-        }  # fmt: skip
+        self.tokens += int(table[0, 0]) * self.processes.count
+        entry = {"lr": rounded(self.lr(step)), "levels": len(table), "loss": rounded(loss)}
+        return entry | averages(table)
 
     @torch.no_grad()
-    def validate(self) -> dict:
-        """Accuracy at every level on conversations that are never trained on."""
-        total = torch.zeros(self.settings.unroll, 4)
-        for start in range(0, len(self.held), 4):
-            batch = self.judge.batch(list(range(start, min(start + 4, len(self.held)))), self.held)
-            with self.autocast():
-                _, table = self.unrolled(batch, self.settings.unroll)
-            weight = torch.cat((torch.ones(len(table), 2), table[:, :1].cpu().expand(-1, 2)), 1)
-            total += table.cpu() * weight
-        count = total[:, 0].clamp(min=1)
-        return {
-            "step": self.step, "tokens": self.tokens,
-            "validation_accuracy": (total[:, 1] / count).tolist(),
-            "validation_cross_entropy": (total[:, 2] / count).tolist(),
-            "validation_tokens": int(total[0, 0]),
-        }  # fmt: skip
+    def validate(self) -> None:
+        """Log the numbers of every level on conversations that are never trained on."""
+        batches = (self.teacher.batch(self.held[i : i + 4]) for i in range(0, len(self.held), 4))
+        with self.autocast():
+            table = sum(self.unrolled(batch, self.config.unroll)[1] for batch in batches)
+        self.log({f"validation_{name}": values for name, values in averages(table).items()})
 
     def log(self, entry: dict) -> None:
-        entry["cpu_s"] = round(time.process_time() - self.started, 1)
-        if self.rank == 0:
-            with (self.out / LOG_FILE).open("a", encoding="utf-8") as file:
-                file.write(json.dumps(rounded(entry)) + "\n")
+        if self.processes.rank == 0:
+            cpu_s = {"cpu_s": round(time.process_time() - self.started, 1)}
+            with writing(self.out), (self.out / LOG_FILE).open("a", encoding="utf-8") as file:
+                file.write(json.dumps(self.progress | entry | cpu_s) + "\n")
 
     def save(self) -> None:
         """The head, and what --resume needs; each file appears whole or not at all."""
-        if self.rank:
+        if self.processes.rank:
             return
-        source = self.source | {"step": self.step, "tokens": self.tokens}
-        write_head(self.out / HEAD_FILE, self.head, source)
-        state = {
-            "settings": asdict(self.settings),
-            "source": self.source,
-            "step": self.step,
-            "tokens": self.tokens,
-            "data": data_mark(self.data + self.held),
-            "head": {n: p.detach() for n, p in self.head.named_parameters() if p.requires_grad},
+        settings, marks = asdict(self.config), self.marks
+        made_by = {"trained_by": "train_draft.py", "target": marks["target"]}
+        source = made_by | {"settings": settings}
+        state = self.progress | {
+            "settings": settings,
+            "source": source,
+            "data": marks["data"],
+            "head": {name: parameter.detach() for name, parameter in self.trained.items()},
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "log_bytes": (self.out / LOG_FILE).stat().st_size,
             "cpu_s": time.process_time() - self.started,
         }
-        with atomic_file(self.out / STATE_FILE) as file:
-            torch.save(state, file)
+        with writing(self.out):
+            write_head(self.out / HEAD_FILE, self.head, source | self.progress)
+            with atomic_file(self.out / STATE_FILE) as file:
+                torch.save(state, file)
 
     def restore(self) -> None:
         """Go on where `save` was called last. ValueError if anything that decides the numbers has
         changed."""
         path = self.out / STATE_FILE
-        try:
-            state = torch.load(path, map_location=self.device, weights_only=True)
-        except FileNotFoundError:
-            raise ValueError(f"{path} does not exist: start without --resume") from None
-        except Exception as error:  # torch raises many kinds for a damaged file
-            raise ValueError(
-                f"{path} cannot be read ({type(error).__name__}): start without --resume"
-            ) from None
-        if not isinstance(state, dict) or not state.keys() >= STATE_KEYS:
-            raise ValueError(
-                f"{path} is not the state of a run of this version: use --init to start from its "
-                "head"
-            )
-        now = asdict(self.settings) | {
-            "data": data_mark(self.data + self.held),
-            "target": self.source["target"],
-        }
+        state = read_state(path, self.device)
         was = state["settings"] | {"data": state["data"], "target": state["source"]["target"]}
+        now = self.marks
         changed = [name for name in now if now[name] != was.get(name)]
         if changed:
             raise ValueError(
-                f"{path} was made with another {', '.join(changed)} "
-                f"({was.get(changed[0])}, now {now[changed[0]]}): give the same "
-                "options and data, or use --init to start from the head alone"
+                f"{path} was made with another {', '.join(changed)} ({was.get(changed[0])}, now "
+                f"{now[changed[0]]}): give the same options and data, or use --init to start "
+                "from the head alone"
             )
-        own = {n: p for n, p in self.head.named_parameters() if p.requires_grad}
-        saved = state["head"]
-        if saved.keys() != own.keys() or any(saved[n].shape != own[n].shape for n in own):
+        shapes = {name: value.shape for name, value in state["head"].items()}
+        if shapes != {name: parameter.shape for name, parameter in self.trained.items()}:
             raise ValueError(f"{path} holds another head: start without --resume")
         if not 0 <= state["step"] < self.total:
             raise ValueError(
@@ -292,130 +250,144 @@ class Run:
                 f"{path} does not fit this run ({error}): start without --resume"
             ) from None
         with torch.no_grad():
-            for name, value in saved.items():
-                own[name].copy_(value)
+            for name, value in state["head"].items():
+                self.trained[name].copy_(value)
         self.step, self.tokens = state["step"], state["tokens"]
         self.started = time.process_time() - state["cpu_s"]
-        trim_log(self.out / LOG_FILE, self.step)
+        log = self.out / LOG_FILE
+        first = self.processes.rank == 0
+        if first and log.exists() and "log_bytes" in state:  # what was logged after comes again
+            os.truncate(log, min(state["log_bytes"], log.stat().st_size))
 
-    def go(self, log_every: int, validate_every: int, save_every: int) -> None:
-        """Train to the end, or until Ctrl-C, which saves first."""
-        bar = tqdm(total=self.total, initial=self.step, unit="step", disable=self.rank > 0)
-        previous = signal.signal(signal.SIGINT, self.ask_to_stop)
-        recent: list[dict] = []
+    def train(self) -> None:
+        """Train to the end, or until Ctrl-C, SIGTERM or SIGHUP, which save first."""
+        rank = self.processes.rank
+        if not self.step and not rank:  # the log of a run that never came to a checkpoint
+            (self.out / LOG_FILE).write_bytes(b"")
+        bar = tqdm(total=self.total, initial=self.step, unit="step", disable=rank > 0)
+        # What nohup has ignored stays so.
+        stops = [number for number in STOPS if signal.getsignal(number) is not signal.SIG_IGN]
+        previous = {number: signal.signal(number, self.ask_to_stop) for number in stops}
         try:
-            while self.step < self.total and not self.stopping:
-                recent.append(self.train_step())
+            while self.step < self.total and not self.is_to_stop():
+                entry = self.train_step()
+                self.log(entry)
                 bar.update()
-                bar.set_postfix(
-                    loss=f"{recent[-1]['loss']:.2f}",
-                    accuracy=f"{recent[-1]['accuracy'][0]:.3f}",
-                    refresh=False,
-                )
-                if self.step % log_every == 0 or self.step == self.total:
-                    self.log(averaged(recent))
-                    recent = []
-                if self.held and (self.step % validate_every == 0 or self.step == self.total):
-                    self.log(self.validate())
-                if self.step % save_every == 0 or self.step == self.total:
+                loss, accuracy = f"{entry['loss']:.2f}", f"{entry['accuracy'][0]:.3f}"
+                bar.set_postfix(loss=loss, accuracy=accuracy, refresh=False)
+                if self.step % SAVE_EVERY == 0 or self.step == self.total:
+                    if self.held:
+                        self.validate()
                     self.save()
+            if self.step < self.total:
+                self.save()
+                raise KeyboardInterrupt(*(self.stop or ())[:1])
         finally:
-            signal.signal(signal.SIGINT, previous)
+            for number, handler in previous.items():
+                signal.signal(number, handler)
             bar.close()
-        if self.stopping:
-            self.save()
-            raise KeyboardInterrupt
 
-    def ask_to_stop(self, *_: object) -> None:
+    def ask_to_stop(self, number: int, _: object) -> None:
         """The first Ctrl-C ends the run after this step; a second one ends it at once, the last
-        checkpoint intact."""
-        if self.stopping:
-            raise KeyboardInterrupt
-        self.stopping = True
-        note("stopping after this step; press Ctrl-C again to stop at once")
+        checkpoint intact. torchrun repeats within a moment what its processes have heard."""
+        if self.stop is None:
+            self.stop = number, time.monotonic()
+            note("stopping after this step; press Ctrl-C again to stop at once")
+        elif time.monotonic() - self.stop[1] > 1:
+            raise KeyboardInterrupt(number)
+
+    def is_to_stop(self) -> bool:
+        """Was any process asked to stop? All of them answer alike, so they stop at one step."""
+        if self.processes.count == 1:
+            return self.stop is not None
+        votes = torch.tensor(int(self.stop is not None), device=self.device)
+        dist.all_reduce(votes, op=dist.ReduceOp.MAX)
+        return bool(votes)
 
 
-def averaged(entries: list[dict]) -> dict:
-    """The last entry, its measurements averaged over all entries that have as many levels."""
-    last = dict(entries[-1])
-    same = [e for e in entries if e["levels"] == last["levels"]]
-    last["loss"] = sum(e["loss"] for e in same) / len(same)
-    for name in ("accuracy", "cross_entropy", "feature_loss"):
-        last[name] = [
-            sum(values) / len(same) for values in zip(*(e[name] for e in same), strict=True)
-        ]
-    return last
+def build_optimizers(trained: dict[str, nn.Parameter]) -> list[torch.optim.Optimizer]:
+    """Muon (Jordan et al. 2024) for the matrices of fc and the layer, AdamW for everything else.
+
+    `share` scales the learning rate, which every step sets. On SmolLM2, in 124 steps on the same
+    130,000 tokens, Muon (lr 2e-3) came to 37.1 % right guesses on held-out text where AdamW
+    (lr 1e-3) came to 33.8 %, in as much time."""
+    inner = [n for n, p in trained.items() if p.dim() == 2 and n.startswith(("fc.", "layer."))]
+    matrices = {"params": [trained[n] for n in inner], "share": 1.0}
+    others = {"params": [p for n, p in trained.items() if n not in inner], "share": 0.25}
+    return [
+        torch.optim.Muon([matrices], weight_decay=0.0, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW([others], betas=(0.9, 0.95), weight_decay=0.0),
+    ]
 
 
-def rounded(value: object) -> object:
-    if isinstance(value, float):
-        return float(f"{value:.5g}")
-    if isinstance(value, list):
-        return [rounded(item) for item in value]
-    return {k: rounded(v) for k, v in value.items()} if isinstance(value, dict) else value
+def plan_epoch(data: list[Conversation], config: TrainingConfig, epoch: int) -> list[list[int]]:
+    """The epoch's batches as lists of conversation numbers, about `batch_tokens` answer tokens
+    each."""
+    rng = random.Random(f"{config.seed}/{epoch}")
+    order = list(range(len(data)))
+    rng.shuffle(order)
+    tokens = sum(row.answer_tokens for row in data)
+    per_batch = max(1, round(config.batch_tokens * len(data) / tokens))
+    batches = []
+    for start in range(0, len(order), per_batch * LENGTH_POOL):
+        pool = sorted(
+            order[start : start + per_batch * LENGTH_POOL], key=lambda n: len(data[n].ids)
+        )
+        batches += [pool[i : i + per_batch] for i in range(0, len(pool), per_batch)]
+    rng.shuffle(batches)
+    return batches
 
 
-def trim_log(path: Path, step: int) -> None:
-    """Drop what a run logged after its last checkpoint: it will be logged again."""
-    if path.exists():
-        lines = path.read_text(encoding="utf-8").splitlines()
-        try:
-            kept = [line for line in lines if line and json.loads(line)["step"] <= step]
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{path} is damaged ({error}): remove it to go on") from None
-        with atomic_file(path) as file:
-            file.write("".join(line + "\n" for line in kept).encode())
+@contextmanager
+def writing(out: Path) -> Iterator[None]:
+    """Turn what a full disk brings into a ValueError that says how to go on."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        # torch tells of a short write by the place in its own source.
+        short = "inline_container" in str(error) and "the disk took only a part"
+        if not (reason := getattr(error, "strerror", None) or short):
+            raise
+        raise ValueError(
+            f"the training cannot be written to {out} ({reason}): make room, then go on with "
+            "--resume from the last checkpoint, which is intact"
+        ) from None
+
+
+def read_state(path: Path, device: torch.device) -> dict:
+    """What `save` wrote, every part of it there."""
+    try:
+        state = torch.load(path, map_location=device, weights_only=True)
+    except Exception as error:  # torch raises many kinds for a damaged file
+        raise ValueError(
+            f"{path} cannot be read ({type(error).__name__}): start without --resume"
+        ) from None
+    if not isinstance(state, dict) or not state.keys() >= STATE_KEYS:
+        raise ValueError(
+            f"{path} is not the state of a run of this version: use --init to start from its head"
+        )
+    return state
+
+
+def averages(table: Tensor) -> dict[str, list[float]]:
+    """The table of Unrolled.forward by name, per counted entry, level by level."""
+    count = table[:, 0].clamp(min=1)
+    names = ("accuracy", "cross_entropy", "feature_loss")
+    means = [(column / count).tolist() for column in table.T[1:]]
+    return {n: [rounded(x) for x in mean] for n, mean in zip(names, means, strict=True)}
+
+
+def rounded(value: float) -> float:
+    return float(f"{value:.5g}")
 
 
 def data_mark(data: list[Conversation]) -> str:
     """Tells one data set from another, for --resume."""
-    tokens = sum(len(row.ids) for row in data)
-    return (
-        f"{len(data)} conversations, {tokens} tokens, ids sum {sum(sum(row.ids) for row in data)}"
-    )
+    tokens, total = sum(len(row.ids) for row in data), sum(sum(row.ids) for row in data)
+    return f"{len(data)} conversations, {tokens} tokens, ids sum {total}"
 
 
 def target_mark(model: Transformer) -> str:
     """Tells one target from another of the same shape."""
-    c, norm = model.config, model.norm.weight.double()
-    total = float(norm.sum())
+    c, total = model.config, float(model.norm.weight.double().sum())
     return f"{c.n_layer} layers of {c.dim}, vocabulary {c.vocab_size}, final norm {total:.6f}"
-
-
-def plot(out: Path) -> None:
-    """Loss and accuracy against tokens seen, where matplotlib is installed."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        note("no plot: matplotlib is not installed (the numbers are in " + LOG_FILE + ")")
-        return
-    try:
-        lines = (out / LOG_FILE).read_text(encoding="utf-8").splitlines()
-        entries = [json.loads(line) for line in lines]
-    except (OSError, ValueError) as error:
-        note(f"no plot: {out / LOG_FILE} cannot be read ({error})")
-        return
-    figure = Figure(figsize=(11, 4))
-    left, right = figure.subplots(1, 2)
-    train = [e for e in entries if "loss" in e]
-    left.plot([e["tokens"] for e in train], [e["cross_entropy"][0] for e in train])
-    left.set(title="cross-entropy at level 1, training", xlabel="answer tokens seen")
-    held = [e for e in entries if "validation_accuracy" in e]
-    for level in range(max((len(e["validation_accuracy"]) for e in held), default=0)):
-        right.plot(
-            [e["tokens"] for e in held],
-            [e["validation_accuracy"][level] for e in held],
-            label=f"level {level + 1}",
-        )
-    right.plot(
-        [e["tokens"] for e in train],
-        [e["accuracy"][0] for e in train],
-        alpha=0.3,
-        label="level 1, training",
-    )
-    right.set(title="right guesses, held-out", xlabel="answer tokens seen")
-    right.legend()
-    with atomic_file(out / PLOT_FILE) as file:
-        figure.savefig(
-            file, format="png", dpi=100, bbox_inches="tight", metadata={"Software": None}
-        )

@@ -4,8 +4,7 @@ A few texts are decoded plainly while the head grows a wide tree at every positi
 candidates are kept. Which of them came true says what a chain, a static or a smaller dynamic tree
 accepts there, and the text itself what a lookup does; decoding with one of them is then a walk over
 the positions. That is exact as far as the wide tree covers the other: what grows only outside its
-beam counts as wrong. Leaves out: costs and the choice (tuning.py).
-"""
+beam counts as wrong. Leaves out: costs (costs.py) and the choice (choice.py)."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -13,13 +12,16 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from eagle_draft import Entries, Pick
+from model import At
 from talon.decoder import Decoder
-from talon.drafters import look_up
+from talon.drafters.eagle import Candidates
+from talon.drafters.lookup import look_up
+from talon.drafters.source import RootOnly
 from talon.sampling import SamplingConfig
 from talon.trees import Tree
 
 LOOKED_AHEAD = 16  # tokens of a lookup that are compared
-
 END = -1  # in a recorded text for its stop token: no guess, since a round gives it anyway
 
 
@@ -30,8 +32,7 @@ class Recording:
 
     scores: fp64 [R, M]; parents: int64 [R, M], flat; truth: int64 [R, L], flat index of the true
     token's candidate at each depth, -1 from the first depth at which the recorded candidates miss
-    it; looked_up: int64 [R], how many tokens of a lookup are true; counts: positions of each text.
-    """
+    it; looked_up: int64 [R], true tokens of a lookup; counts: positions of each text."""
 
     tree: Tree
     scores: np.ndarray
@@ -47,8 +48,7 @@ class Recording:
 
     def accepted_per_round(self, accepted: np.ndarray) -> float:
         """Mean over the rounds of decoding these texts with a draft that accepts `accepted` int64
-        [R] tokens at each position: a round goes on behind its bonus token.
-        """
+        [R] tokens at each position: a round goes on behind its bonus token."""
         values, total, rounds, first = accepted.tolist(), 0, 0, 0
         for count in self.counts:
             at = first
@@ -61,27 +61,15 @@ class Recording:
 def record(
     decoder: Decoder, prompts: list[list[int]], budget: int, sampling: SamplingConfig
 ) -> Recording:
-    """Decode plainly, with a dynamic tree grown at every position, eyes on every candidate. An
+    """Decode plainly, with a dynamic tree grown at every position and every candidate kept. An
     answer that ended goes no further, as in real decoding: what models say behind their stop token
     repeats itself. One that is broken off after `budget` tokens goes on so far that the last
-    position sees what follows it.
-    """
-    tree, drafter, seen = decoder.tree, decoder.drafter, []
+    position sees what follows it."""
+    tree = decoder.tree
     beyond = max(tree.levels, LOOKED_AHEAD)
-    select = drafter.select
-
-    def spy(
-        tokens: torch.Tensor, scores: torch.Tensor, parents: torch.Tensor, *rest: int
-    ) -> object:
-        seen.append([tensor.cpu().numpy() for tensor in (tokens, scores, parents)])
-        return select(tokens, scores, parents, *rest)
-
-    drafter.select = spy
-    rows, counts = [], []
-    decoder.sampling.set(sampling)
+    rows, counts, pick = [], [], decoder.picks.set(sampling)
     for ids in prompts:
-        seen.clear()
-        text = decode_plainly(decoder, ids, budget, beyond, sampling.kind)
+        text, seen = decode_plainly(decoder, ids, budget, beyond, pick)
         padded = text + [END] * beyond if text[-1] == END else text
         count = max(min(len(seen), len(padded) - len(ids) - beyond), 0)
         for at, (tokens, scores, parents) in enumerate(seen[:count], start=len(ids)):
@@ -89,34 +77,34 @@ def record(
             found = looked_up(text, at, padded[at + 1 : at + 1 + LOOKED_AHEAD])
             rows.append((scores.astype(np.float64), parents, truth, found))
         counts.append(count)
-    drafter.select = select
     return Recording(tree, *(np.array([row[part] for row in rows]) for part in range(4)), counts)
 
 
 @torch.inference_mode()
 def decode_plainly(
-    decoder: Decoder, ids: list[int], budget: int, beyond: int, kind: str
-) -> list[int]:
-    """Rounds in which the drafter proposes and learns as ever, but nothing is put to the target;
-    then `beyond` without even that. Returns prompt and answer, with END for its stop token.
-    """
-    decoder.cached = []
-    root, length, state, drafter = decoder.root, decoder.length, decoder.sampling, decoder.drafter
-    text, stop_ids = [*ids, decoder.prefill(ids, 0, kind)], decoder.model.config.eos_ids
+    decoder: Decoder, ids: list[int], budget: int, beyond: int, pick: Pick
+) -> tuple[list[int], list[Candidates]]:
+    """Rounds in which the head grows its tree and learns as ever, but nothing is put to the target;
+    then `beyond` without even that. Returns prompt and answer, with END for its stop token, and
+    what was grown at each position."""
+    decoder.forget()
+    root, length, drafter = decoder.root, decoder.length, decoder.drafter
+    plain, seen = RootOnly(decoder.device), []
+    text, stop_ids = [*ids, decoder.prefill(ids, 0, pick)], decoder.model.config.eos_ids
     longest = min(len(ids) + budget + beyond, decoder.max_seq_length)
     while len(text) < longest and text[-1] not in stop_ids:
-        slots = decoder.slots(len(text) + decoder.reach)
+        at = decoder.at(len(text) + decoder.tree.reach)
         drafting = len(text) <= len(ids) + budget
         if drafting:
-            drafter.propose(root, length, slots, state, kind)
-        nodes = decoder.plain.propose(root, length, slots, state, kind)
-        emitted, path, count, features = decoder.run_target(nodes, length, slots, kind, 1)
+            seen.append([tensor.cpu().numpy() for tensor in drafter.grow(at, pick)])
+        nodes = plain.propose(root, at, pick)
+        emitted, path, count, features = decoder.verify(decoder.target, nodes, at, pick, 1)
         if drafting:
-            drafter.learn(features, path, emitted, length, count - 1, slots)
+            drafter.learn(Entries(features, path, emitted, length, count - 1), at)
         root.copy_(emitted)
         length.add_(count)
         text.append(int(root))
-    return [*text[:-1], END] if text[-1] in stop_ids else text
+    return ([*text[:-1], END] if text[-1] in stop_ids else text), seen
 
 
 def true_path(tree: Tree, tokens: np.ndarray, parents: np.ndarray, ahead: list[int]) -> list[int]:
@@ -136,30 +124,24 @@ def true_path(tree: Tree, tokens: np.ndarray, parents: np.ndarray, ahead: list[i
 def looked_up(text: list[int], root: int, ahead: list[int]) -> int:
     """How many tokens of a lookup from position `root` on are those that came."""
     history, slots = torch.tensor([-1, *text[1:]]), torch.arange(len(text))
-    guesses = look_up(history, torch.tensor([root]), slots, len(ahead)).tolist()
+    guesses = look_up(history, At(torch.tensor([root]), slots), len(ahead)).tolist()
     return next((i for i in range(len(ahead)) if guesses[i] != ahead[i]), len(ahead))
 
 
 def paths_accepted(recording: Recording, paths: Iterable[Iterable[int]]) -> np.ndarray:
     """int64 [R]: accepted nodes of a static tree, given by its rank paths, in every round."""
-    kept = {tuple(path) for path in paths}
-    return np.array([accepted_depth(ranks, kept) for ranks in recording.ranks.tolist()])
-
-
-def accepted_depth(ranks: list[int], kept: set[tuple[int, ...]]) -> int:
-    """How far the true path stays inside the tree."""
-    depth = 0
-    while depth < len(ranks) and tuple(ranks[: depth + 1]) in kept:
-        depth += 1
-    return depth
+    kept, levels = {tuple(path) for path in paths}, range(1, recording.tree.levels + 1)
+    found = [
+        [tuple(ranks[:depth]) in kept for depth in levels] for ranks in recording.ranks.tolist()
+    ]
+    return np.array(found).cumprod(1).sum(1)
 
 
 def dynamic_accepted(
     recording: Recording, top_k: int, levels: int, nodes: Iterable[int]
 ) -> dict[int, np.ndarray]:
     """int64 [R] for each of several sizes: accepted nodes of a dynamic tree in every round, by
-    selecting again from what was recorded.
-    """
+    selecting again from what was recorded."""
     tree, scores = recording.tree, recording.scores
     count = scores.shape[0]
     rank = np.arange(scores.shape[1]) % tree.top_k
@@ -172,11 +154,9 @@ def dynamic_accepted(
         if level > 1:
             grown = grown & np.take_along_axis(beam, recording.parents[:, block], 1)
         allowed[:, block] = grown
-        best = np.argsort(np.where(grown, -scores[:, block], np.inf), axis=1, kind="stable")[
-            :, :top_k
-        ]
+        best = np.argsort(np.where(grown, -scores[:, block], np.inf), axis=1, kind="stable")
         expanded = np.zeros_like(grown)
-        np.put_along_axis(expanded, best, True, 1)
+        np.put_along_axis(expanded, best[:, :top_k], True, 1)
         beam[:, block] = expanded & grown
     order = np.argsort(np.where(allowed, -scores, np.inf), axis=1, kind="stable")
     place = np.argsort(order, axis=1)  # of every candidate in the order of selection
@@ -188,16 +168,14 @@ def dynamic_accepted(
 
 
 def likely_paths(recording: Recording, nodes: int, levels: int) -> list[list[int]]:
-    """The `nodes - 1` rank paths that are most often true, by the measured share of each rank at
-    each depth.
-    """
+    """The `nodes - 1` rank paths that are most often true, by the share of each rank at a depth."""
     ranks = recording.ranks
     share = []
     for depth in range(levels):
         reached = ranks[:, depth][(ranks[:, :depth] >= 0).all(1)]
         counts = np.bincount(reached[reached >= 0], minlength=recording.tree.top_k)
         share.append(counts / max(len(reached), 1))
-    ready = [((rank,), float(share[0][rank])) for rank in range(recording.tree.top_k)]
+    ready = [((rank,), chance) for rank, chance in enumerate(share[0].tolist())]
     chosen: list[list[int]] = []
     while ready and len(chosen) < nodes - 1:
         ready.sort(key=lambda item: (-item[1], item[0]))
@@ -206,19 +184,6 @@ def likely_paths(recording: Recording, nodes: int, levels: int) -> list[list[int
             break
         chosen.append(list(path))
         if len(path) < levels:
-            following = share[len(path)]
-            ready += [
-                ((*path, rank), value * float(following[rank])) for rank in range(len(following))
-            ]
+            following = enumerate(share[len(path)].tolist())
+            ready += [((*path, rank), value * chance) for rank, chance in following]
     return chosen
-
-
-def depth_and_rank(recording: Recording) -> list[list[float]]:
-    """[L][K]: share of all rounds in which the true path reached this depth by a child of this
-    rank.
-    """
-    ranks, width = recording.ranks, recording.tree.top_k
-    return [
-        (np.bincount(column[column >= 0], minlength=width) / max(len(column), 1)).round(4).tolist()
-        for column in ranks.T
-    ]

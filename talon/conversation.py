@@ -1,0 +1,40 @@
+"""A conversation: turns that follow each other, as far as the context holds them."""
+
+from talon.text import Engine, TextGeneration, check_text, message
+
+
+class Conversation:
+    """Turns that follow each other: messages where a chat template is used, else one text that goes
+    on. Where the context is full, what is oldest falls away, but never the `opening` messages."""
+
+    def __init__(self, engine: Engine, chat: bool, opening: list[dict], room: int) -> None:
+        """room: tokens that an answer may take."""
+        self.engine, self.chat, self.opening = engine, chat, opening
+        self.turns: list = []  # messages, or ids
+        self.kept: list = []  # of them, in the prompt made last
+        context = engine.decoder.max_seq_length
+        self.limit = context - min(room, context // 4)
+
+    def prompt(self, line: str) -> list[int]:
+        """The ids of all turns with `line` behind them."""
+        check_text("the line", line)
+        self.kept = self.turns
+        ids = self.with_turns(line)
+        while self.kept and len(ids) > self.limit:
+            excess = len(ids) - self.limit
+            self.kept = self.kept[2:] if self.chat else self.kept[excess:]
+            ids = self.with_turns(line)
+        return ids
+
+    def with_turns(self, line: str) -> list[int]:
+        if self.chat:
+            last = message("user", line.rstrip("\n"))
+            return self.engine.encode([*self.opening, *self.kept, last])
+        return self.kept + self.engine.tokenizer.encode(line, add_bos=not self.turns)
+
+    def add(self, line: str, text: TextGeneration) -> bool:
+        """The line was answered. True if something fell away for it."""
+        lost = len(self.kept) < len(self.turns)
+        said = [message("user", line.rstrip("\n")), message("assistant", text.text)]
+        self.turns = self.kept + said if self.chat else text.generation.ids + text.tokens
+        return lost

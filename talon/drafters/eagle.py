@@ -1,0 +1,105 @@
+"""The draft source of a head: it grows a chain, a static or a dynamic tree level by level.
+
+Leaves out: what trees there are (talon/trees.py), the forwards themselves (eagle_draft.py)."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from eagle_draft import (
+    DraftHead,
+    Entries,
+    Level,
+    Nodes,
+    Pick,
+    Stage,
+    absorb,
+    ancestor_mask,
+    grow_level,
+    node_parents,
+    root_children,
+    select,
+)
+from model import At, KVCache, rope_table
+from talon.drafters.source import Compile
+from talon.trees import Tree
+
+
+class Candidates(NamedTuple):
+    """All that a head has grown below the root, in the flat order of Tree."""
+
+    tokens: Tensor  # int64 [M]
+    scores: Tensor  # fp32 [M], cumulative log-probabilities
+    parents: Tensor | None  # int64 [M], flat; -1 is the root; None where the tree is static
+
+
+class EagleDrafter:
+    """A head, the tree it grows, and the static buffers of both."""
+
+    def __init__(self, head: DraftHead, tree: Tree, rows: int, compiled: Compile) -> None:
+        self.tree = tree
+        c, device, dtype = head.config, head.d2t.device, head.layer.ffn_norm.weight.dtype
+        self.feature_layers = c.feature_layers or ()
+        cache = KVCache(1, c.n_kv_head, rows, c.head_dim, dtype).to(device)
+        table = rope_table(rows, c.head_dim, c.rope_theta, c.rope_scaling).to(device)
+        self.stage = Stage(head, cache, table)
+        self.hidden = torch.zeros(1, c.dim, dtype=dtype, device=device)
+        self.state = (self.hidden,)
+        self.steps = torch.arange(tree.levels, device=device)
+        slots = (tree.levels - 1) * tree.beam
+        self.unseen = torch.zeros(tree.beam, slots, dtype=torch.bool, device=device)
+        self.static = tree.keep is not None
+        if self.static:
+            self.keep = torch.tensor(tree.keep, device=device)
+            expand = torch.tensor(tree.expand, device=device).view(tree.levels - 1, tree.beam)
+            blocks = [tree.block(level) for level in range(1, tree.levels)]
+            self.expand = expand - torch.tensor(blocks, device=device)[:, None]  # in their level
+            self.parents = node_parents(self.keep, self.candidate_parents(list(expand)))
+            self.ancestors = ancestor_mask(self.parents, tree.levels)
+        self.root_children, self.grow_level = compiled(root_children), compiled(grow_level)
+        self.select, self.absorb = compiled(select), compiled(absorb)
+        # As in the decoder's prefill: a chunk of the prompt is compiled on a GPU only.
+        self.absorb_chunk = self.absorb if device.type == "cuda" else absorb
+
+    def candidate_parents(self, beams: list[Tensor]) -> Tensor:
+        """int64 [M]: flat index of every candidate's parent, -1 for the root. beams: the nodes of
+        every level as flat indices."""
+        children = [beam.repeat_interleave(self.tree.top_k) for beam in beams]
+        first = torch.full((self.tree.top_k,), -1, device=self.hidden.device)
+        return torch.cat([first, *children])
+
+    def grow(self, at: At, pick: Pick) -> Candidates:
+        """Run the head level by level. EAGLE-2, section 4.1, for a dynamic tree."""
+        tree, head = self.tree, self.stage
+        sizes = tree.beam, tree.top_k
+        first = self.root_children(head.module, self.hidden, at, pick, sizes)
+        above = Level(*first, self.unseen)
+        scores, tokens, beams = [above.scores[: tree.top_k]], [above.tokens[: tree.top_k]], []
+        for level in range(1, tree.levels):
+            chosen = self.expand[level - 1] if self.static else None
+            step = self.steps[level - 1 : level]
+            chosen, above = self.grow_level(head, chosen, above, step, at, pick)
+            scores.append(above.scores)
+            tokens.append(above.tokens)
+            if not self.static:  # a static tree's parents are known
+                beams.append(chosen + tree.block(level))
+        parents = None if self.static else self.candidate_parents(beams)
+        return Candidates(torch.cat(tokens), torch.cat(scores), parents)
+
+    def propose(self, root: Tensor, at: At, pick: Pick) -> Nodes:
+        """Grow and select."""
+        tokens, scores, parents = self.grow(at, pick)
+        if self.static:
+            return Nodes(torch.cat((root, tokens[self.keep])), self.parents, self.ancestors)
+        count, levels = self.tree.nodes - 1, self.tree.levels
+        kept, parents, ancestors = self.select(tokens, scores, parents, count, levels)
+        return Nodes(torch.cat((root, kept)), parents, ancestors)
+
+    def learn(self, entries: Entries, at: At) -> None:
+        """Catch up after a round: the head's state at the last true entry starts the next tree."""
+        self.hidden.copy_(self.absorb(self.stage, entries, at))
+
+    def read(self, entries: Entries, at: At) -> None:
+        """The same for a chunk of the prompt."""
+        self.hidden.copy_(self.absorb_chunk(self.stage, entries, at))

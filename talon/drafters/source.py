@@ -1,0 +1,69 @@
+"""Where guesses come from: what a draft source is, which one a tree wants, and the one of plain
+decoding.
+
+A draft source has `propose` (a tree below the root), `learn` (what turned out true) and `read` (a
+chunk of the prompt); the round knows no more. Everything stays on the device in static shapes, as
+the round demands: no search on the host, nothing to wait for."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from eagle_draft import DraftHead, Entries, Nodes, Pick, Stage
+from model import At
+from talon.trees import NO_TREE, Tree
+
+Compile = Callable[[Callable], Callable]  # makes a compiled region of a function, or leaves it
+
+
+class DraftSource(Protocol):
+    tree: Tree
+    feature_layers: tuple[int, ...]  # of the target, which `learn` and `read` want
+    stage: Stage | None  # the head, if there is one
+    state: tuple[Tensor, ...]  # what a round writes and a rehearsed one must give back
+
+    def propose(self, root: Tensor, at: At, pick: Pick) -> Nodes: ...
+
+    def learn(self, entries: Entries, at: At) -> None: ...
+
+    def read(self, entries: Entries, at: At) -> None: ...
+
+
+class RootOnly:
+    """The draft source of plain decoding: a tree of one node, nothing to learn."""
+
+    tree = NO_TREE
+    feature_layers: tuple[int, ...] = ()
+    stage = None
+    state: tuple[Tensor, ...] = ()
+
+    def __init__(self, device: torch.device) -> None:
+        self.parents = torch.zeros(1, dtype=torch.int64, device=device)
+        self.ancestors = torch.ones(1, 1, dtype=torch.bool, device=device)
+
+    def propose(self, root: Tensor, at: At, pick: Pick) -> Nodes:
+        return Nodes(root, self.parents, self.ancestors)
+
+    def learn(self, entries: Entries, at: At) -> None:
+        pass
+
+    read = learn
+
+
+def make_source(
+    tree: Tree, head: DraftHead | None, rows: int, device: torch.device, compiled: Compile
+) -> DraftSource:
+    """The draft source of a tree. rows: of the caches."""
+    if tree.nodes == 1:
+        return RootOnly(device)
+    # Imported where they are wanted: plain decoding reads and loads neither.
+    from talon.drafters.eagle import EagleDrafter
+    from talon.drafters.lookup import LookupDrafter, WithLookup
+
+    if not tree.needs_head:
+        return LookupDrafter(tree, rows, device, compiled)
+    assert head is not None, f"tree {tree.name} needs a head"
+    source = EagleDrafter(head, tree.without_lookup(), rows, compiled)
+    return WithLookup(source, tree, rows, compiled) if tree.lookup else source

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor, library
 
-LEAST = tl.constexpr(-(2**63))
+LEAST, NAN = tl.constexpr(-(2**63)), tl.constexpr(2**31 - 1)
 
 BLOCK = 2048  # columns of one program
 
@@ -60,7 +60,7 @@ def blocks_kernel(
     row, at = tl.program_id(0), tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits + row.to(tl.int64) * V + c, mask=c < V, other=float("-inf")).to(tl.float32)
-    values = tl.where(x == x, x, float("-inf"))  # NaN ranks last
+    values = x
     if positions is not None:
         values = tl.div_rn(values, tl.load(temperature))
         if limits is not None:
@@ -68,12 +68,14 @@ def blocks_kernel(
             values = tl.where((it > lowest) | ((it == lowest) & (c <= last)), values, float("-inf"))
         tokens = c if ids is None else tl.load(ids + c, mask=c < V, other=0)
         values += gumbel(tl.load(seed), tl.load(positions + row), tokens)
+    keys = tl.where(x == x, key(values), NAN)
     if sums is not None:
-        most = tl.max(values, 0)
+        values = tl.where(x == x, values, float("-inf"))
+        keys, most = key(values), tl.max(values, 0)
         total = tl.sum(tl.exp(values - tl.where(most == float("-inf"), 0.0, most)), 0)
         tl.store(sums + at, most)
         tl.store(sums + tl.num_programs(0) * tl.num_programs(1) + at, total)
-    pairs = tl.where(c < V, (key(values).to(tl.int64) << 32) | (0x7FFFFFFF - c), LEAST)
+    pairs = tl.where(c < V, (keys.to(tl.int64) << 32) | (0x7FFFFFFF - c), LEAST)
     for i in range(TOP):
         best = tl.max(pairs, 0)
         tl.store(found + at * TOP + i, best)
@@ -97,8 +99,12 @@ def best_kernel(
     for i in range(TOP):
         best = tl.max(pairs, 0)
         pairs = tl.where(pairs == best, LEAST, pairs)
-        column = 0x7FFFFFFF - (best & 0x7FFFFFFF)
-        tl.store(tokens + row * TOP + i, column if ids is None else tl.load(ids + column))
+        token = 0x7FFFFFFF - (best & 0x7FFFFFFF)
+        if ids is not None:
+            token = tl.load(ids + token)
+        if sums is None:
+            token = tl.where(best >> 32 == NAN, -1, token)
+        tl.store(tokens + row * TOP + i, token)
         if sums is not None:
             bits = (best >> 32).to(tl.int32)
             bits ^= (bits >> 31) & 0x7FFFFFFF
@@ -118,7 +124,8 @@ def best(
 
     positions: int64 [T] of the token to choose, or None: greedy; temperature fp32 [1], seed int64
     [1]; limits: of limits.py, or None; ids: int64 [V], the token of each column, or None. scored:
-    with log-probabilities fp32 [T, top], never above 0, NaN the least, plus above fp32 [T]."""
+    with log-probabilities fp32 [T, top], never above 0, plus above fp32 [T]; NaN ranks last there.
+    Else a row that has NaN has no best token, which is -1."""
     (rows, columns), blocks = logits.shape, -(-logits.shape[1] // BLOCK)
     found = logits.new_empty(rows, blocks, top, dtype=torch.int64)
     sums = logits.new_empty(2, rows, blocks, dtype=torch.float32) if scored else None

@@ -78,13 +78,12 @@ def add_group(acc, steps, pair, sums):
 
 
 @triton.jit
-def write_qkv(low, high, row, pair, out, table, positions, slots, kv, T, HEADS, G, R, HALF):
+def write_qkv(low, high, row, pair, out, rope, slots, kv, T, HEADS, G, R, HALF):
     """Rotate pairs (of head pair // HALF) of queries and keys. Queries go out, the rest to kv."""
     head, i = pair // HALF, pair % HALF
-    at = tl.load(positions + row, mask=row < T, other=0) * 2 * HALF + i
-    turned = (row < T) & (head < HEADS + G)
-    cos = tl.load(table + at, mask=turned, other=1)
-    sin = tl.load(table + R * 2 * HALF + at, mask=turned, other=0)
+    at, turned = rope + row * 2 * HALF + i, (row < T) & (head < HEADS + G)
+    cos = tl.load(at, mask=turned, other=1)
+    sin = tl.load(at + T * 2 * HALF, mask=turned, other=0)
     a = tl.fma(low, cos, -(high * sin)).to(out.dtype.element_ty)
     b = tl.fma(high, cos, low * sin).to(out.dtype.element_ty)
     at = out + (row.to(tl.int64) * HEADS + head) * 2 * HALF + i
@@ -98,9 +97,61 @@ def write_qkv(low, high, row, pair, out, table, positions, slots, kv, T, HEADS, 
     tl.store(at + HALF, b, mask=live)
 
 
+@triton.jit
+def all_parts(acc, parts, arrived, COLUMNS: tl.constexpr, ROWS: tl.constexpr):
+    """The sum of a tile's parts in fixed order for the program that arrives last; if it is that."""
+    split, last = tl.num_programs(1), tl.num_programs(1) == 1
+    if split > 1:
+        tile = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
+        i = tl.arange(0, COLUMNS)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
+        at = parts + tile.to(tl.int64) * split * COLUMNS * ROWS + i
+        tl.store(at + tl.program_id(1) * COLUMNS * ROWS, acc)
+        tl.debug_barrier()  # all of this program's part is stored before it says so
+        last = tl.atomic_add(arrived + tile, 1, sem="acq_rel") == split - 1
+        if last:
+            tl.store(arrived + tile, 0)
+            acc = tl.zeros_like(acc)
+            for _ in range(split):
+                acc += tl.load(at, cache_modifier=".cg")
+                at += COLUMNS * ROWS
+    return acc, last
+
+
+@triton.jit
+def finish(
+    y, row, n, kept, beside, scales, bias, residual, out, rope, slots, kv, T, N, apart, G, R,
+    FORM: tl.constexpr, END: tl.constexpr, ROUNDED: tl.constexpr,
+):  # fmt: skip
+    """Scale, bias and what END says. What is multiplied and added is joined by name, lest the
+    compiler do it in one variant and not in the other."""
+    y, live = y.to(tl.float32), row < T
+    if ROUNDED:
+        y *= tl.load(beside + row, mask=live, other=0)
+    if FORM == "int8":
+        y = tl.fma(y, tl.broadcast_to(tl.load(scales + n)[:, None], y.shape), tl.zeros_like(y))
+    if bias is not None:
+        y += tl.load(bias + n)[:, None].to(tl.float32)
+    if END == "plain":
+        at, live = row.to(tl.int64) * N + n[:, None], live & kept[:, None]
+        if residual is not None:
+            y += tl.load(residual + at, mask=live, other=0).to(tl.float32)
+        tl.store(out + at, y.to(out.dtype.element_ty), mask=live)
+    else:
+        PAIRS: tl.constexpr = y.shape[0] // 2
+        y = tl.permute(tl.reshape(y, (PAIRS, 2, y.shape[1])), (0, 2, 1))
+        low, high = tl.split(y)
+        pair = (tl.program_id(2) * PAIRS + tl.arange(0, PAIRS))[:, None]
+        if END == "silu":
+            y = (low * tl.sigmoid(low) * high).to(out.dtype.element_ty)
+            tl.store(out + row.to(tl.int64) * (N // 2) + pair, y, mask=live & (pair < N // 2))
+        else:
+            heads = N // (2 * apart) - 2 * G
+            write_qkv(low, high, row, pair, out, rope, slots, kv, T, heads, G, R, apart)
+
+
 @triton.jit(do_not_specialize=["T"])
 def linear_kernel(
-    x, beside, weight, scales, bias, residual, out, parts, arrived, table, positions, slots, kv,
+    x, beside, weight, scales, bias, residual, out, parts, arrived, rope, slots, kv,
     T, N, K, part, groups, apart, G, R,
     FORM: tl.constexpr, END: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     INNER: tl.constexpr, TWO: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
@@ -156,44 +207,12 @@ def linear_kernel(
         w_at += INNER if FORM == "16" else 128 * BYTES
         x_at += INNER
         k += INNER
-
-    if tl.num_programs(1) > 1:
-        tile = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
-        i = tl.arange(0, COLUMNS)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
-        at = parts + tile.to(tl.int64) * tl.num_programs(1) * COLUMNS * ROWS + i
-        tl.store(at + tl.program_id(1) * COLUMNS * ROWS, acc)
-        tl.debug_barrier()  # all of this program's part is stored before it says so
-        if tl.atomic_add(arrived + tile, 1, sem="acq_rel") < tl.num_programs(1) - 1:
-            return
-        tl.store(arrived + tile, 0)
-        acc = tl.zeros_like(acc)
-        for _ in range(tl.num_programs(1)):
-            acc += tl.load(at, cache_modifier=".cg")
-            at += COLUMNS * ROWS
-
-    # What is multiplied and added is joined by name, lest the compiler do it in one variant only.
-    y = acc.to(tl.float32)
-    if dtype == tl.int8:
-        y *= tl.load(beside + row, mask=live, other=0)
-    if FORM == "int8":
-        y = tl.fma(y, tl.broadcast_to(tl.load(scales + n)[:, None], y.shape), tl.zeros_like(y))
-    if bias is not None:
-        y += tl.load(bias + n)[:, None].to(tl.float32)
-    if END == "plain":
-        at, live = row.to(tl.int64) * N + n[:, None], live & kept[:, None]
-        if residual is not None:
-            y += tl.load(residual + at, mask=live, other=0).to(tl.float32)
-        tl.store(out + at, y.to(out.dtype.element_ty), mask=live)
-    else:
-        y = tl.permute(tl.reshape(y, (COLUMNS // 2, 2, ROWS)), (0, 2, 1))
-        low, high = tl.split(y)
-        pair = (tl.program_id(2) * (COLUMNS // 2) + tl.arange(0, COLUMNS // 2))[:, None]
-        if END == "silu":
-            y = (low * tl.sigmoid(low) * high).to(out.dtype.element_ty)
-            tl.store(out + row.to(tl.int64) * (N // 2) + pair, y, mask=live & (pair < N // 2))
-        else:
-            heads = N // (2 * apart) - 2 * G
-            write_qkv(low, high, row, pair, out, table, positions, slots, kv, T, heads, G, R, apart)
+    acc, last = all_parts(acc, parts, arrived, COLUMNS, ROWS)
+    if last:
+        finish(
+            acc, row, n, kept, beside, scales, bias, residual, out, rope, slots, kv, T, N, apart,
+            G, R, FORM, END, dtype == tl.int8,
+        )  # fmt: skip
 
 
 @functools.cache
@@ -209,15 +228,14 @@ def split_of(outputs: int, inputs: int, device: torch.device) -> int:
 def linear(
     x: Tensor, beside: Tensor | None, weight: Tensor, scales: Tensor | None, bias: Tensor | None,
     arrived: Tensor, outputs: int, end: str, dtype: torch.dtype, residual: Tensor | None = None,
-    table: Tensor | None = None, positions: Tensor | None = None, slots: Tensor | None = None,
-    kv: Tensor | None = None,
+    rope: Tensor | None = None, slots: Tensor | None = None, kv: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Rows x [T, K] times a layer's weights, in `dtype`: [T, outputs], half of it if `end` is silu.
 
-    residual: [T, outputs], added. For qkv: table fp32 [2, R, D], positions and slots int64 [T], kv
-    [2, G, R, D]; the queries [T, H, D] are returned. That kv is written is not told to the compiler
-    of torch, which until 2.13 cannot take apart a region with an operator that both writes and
-    returns; order is safe all the same, since whoever reads kv takes the queries too."""
+    residual: [T, outputs], added. For qkv: rope fp32 [2, T, D], slots int64 [T], kv [2, G, R, D];
+    the queries [T, H, D] are returned. That kv is written is not told to torch.compile, which until
+    2.13 cannot take apart a region with an operator that both writes and returns; order is safe all
+    the same, since whoever reads kv takes the queries too."""
     (rows, inputs), short = x.shape, x.dtype == torch.int8
     form = {torch.int8: "int8", torch.uint8: "int4"}.get(weight.dtype, "16")
     block = next((size for size in (8, 16, 32) if size >= rows and size >= 16 * short), 64)
@@ -233,8 +251,8 @@ def linear(
     out = new_out(x, outputs, end, dtype, kv)
     _, group, slot, width = (2, 0, 0, outputs) if kv is None else kv.shape
     linear_kernel[(blocks, split, tiles)](
-        x.contiguous(), beside, weight, scales, bias, residual, out, parts, arrived, table,
-        positions, slots, kv, rows, outputs, inputs, part, groups, width // 2, group, slot,
+        x.contiguous(), beside, weight, scales, bias, residual, out, parts, arrived, rope,
+        slots, kv, rows, outputs, inputs, part, groups, width // 2, group, slot,
         FORM=form, END=end, ROWS=block, COLUMNS=columns, INNER=inner, EVEN=inputs % inner == 0,
         TWO=form == "int4" and groups == 2 * weight.shape[1], num_warps=4,
         STAGES=3 if form == "16" or block > 16 else 4,
@@ -251,7 +269,7 @@ def new_out(x: Tensor, outputs: int, end: str, dtype: torch.dtype, kv: Tensor | 
 
 @linear.register_fake
 def _(
-    x, beside, weight, scales, bias, arrived, outputs, end, dtype, residual=None, table=None,
-    positions=None, slots=None, kv=None,
+    x, beside, weight, scales, bias, arrived, outputs, end, dtype, residual=None, rope=None,
+    slots=None, kv=None,
 ):  # fmt: skip
     return new_out(x, outputs, end, dtype, kv)

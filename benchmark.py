@@ -12,6 +12,11 @@ the first forward count as time to first token, not as decoding.
 Leaves out: what is compared (talon/measuring/methods.py), tables and plots (report.py), the physics
 (roofline.py), choosing a tree (talon/tuning), the check of a GPU (scripts/gpu_check.py)."""
 
+if __name__ == "__main__":  # before the imports that take seconds
+    from talon.cli import guard_imports
+
+    guard_imports()
+
 import itertools
 import json
 import os
@@ -21,6 +26,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
+from typing import TextIO
 
 import torch
 
@@ -64,11 +70,11 @@ def measure(
     stop_ids: frozenset[int],
 ) -> Iterator[Cell]:
     """All cells, in turns."""
-    on_gpu = pick_device(args.device).type == "cuda"
+    on_gpu, budget = pick_device(args.device).type == "cuda", min(8, args.max_new_tokens)
     for method, temperature in itertools.product(methods, args.temperature):
         note(f"warming up {method.name} at temperature {temperature:g} ...")
-        budget, sampling = min(8, args.max_new_tokens), SamplingConfig(temperature, seed=args.seed)
-        measure_prompt([method], Task(prompts[0], sampling, budget, stop_ids), on_gpu)
+        task = Task(prompts[0], SamplingConfig(temperature, seed=args.seed), budget, stop_ids)
+        measure_prompt([method], task, on_gpu)
     for repeat, (number, ids) in itertools.product(range(args.repeats), enumerate(prompts)):
         turn = (number + repeat) % len(methods)
         groups: dict[str, list[TalonMethod | Peer]] = {}
@@ -100,9 +106,8 @@ def results(
     plain = {method.target: method for method in methods if method.plain}
     for temperature, method in itertools.product(args.temperature, methods):
         base = plain.get(method.target, methods[0])
-        of = [cell for cell in kept if cell.temperature == temperature]
-        mine = [cell for cell in of if cell.method == method.name]
-        others = [cell for cell in of if cell.method == base.name]
+        wanted = (method.name, temperature), (base.name, temperature)
+        mine, others = ([c for c in kept if (c.method, c.temperature) == w] for w in wanted)
         if mine:
             rows.append(summarize(method, mine, others))
             if method is not base and (temperature == 0 or not method.own_sampler):
@@ -120,12 +125,11 @@ def compare_all(
     differing = [number for number in sorted(mine) if mine[number] != wanted[number]]
     found = {"prompts": len(mine), "identical": len(mine) - len(differing)}
     if not differing:
-        return found | {"first_prompt": None, "first_difference": None, "gap": None}
+        return found | dict.fromkeys(("first_prompt", "first_difference", "gap"))
     number = differing[0]
     sampling = SamplingConfig(cells[0].temperature, seed=seed + number)
     first = compare_ids(decoder, prompts[number], mine[number], wanted[number], sampling)
-    place = {"first_difference": first["first_difference"], "gap": first["gap"]}
-    return found | {"first_prompt": number} | place
+    return first | found | {"first_prompt": number}
 
 
 # ---------------------------------------------------------------- the row-cost curve
@@ -152,15 +156,10 @@ def cost_curves(args: Namespace, targets: list[Target], context: int) -> dict:
             beams = [beam for beam in BEAMS if beam <= head.module.config.draft_vocab_size]
             costs = head_costs(decoder, head.module, beams, committed, args.compile)
             heads[head.name] = {beam: s * 1e3 for beam, s in costs.level.items()}
-        curve = {
-            "target": target.name,
-            "committed": committed,
-            "rows_ms": {count: median(taken[index, count]) * 1e3 for count in ROWS},
-            "bytes": moved,
-            "reading_ms": moved / rate * 1e3,
-            "head_level_ms": heads,
-        }
-        curves.append(curve)
+        rows_ms = {count: median(taken[index, count]) * 1e3 for count in ROWS}
+        curve = {"target": target.name, "committed": committed, "rows_ms": rows_ms}
+        reading = {"bytes": moved, "reading_ms": moved / rate * 1e3}
+        curves.append(curve | reading | {"head_level_ms": heads})
     return {"row_costs": curves, "read_bytes_per_s": rate}
 
 
@@ -206,15 +205,12 @@ def parse_args(argv: list[str] | None) -> Namespace:
 
 
 def check_args(args: Namespace) -> None:
-    for name, least in (("num_prompts", 1), ("max_new_tokens", 2), ("repeats", 1), ("lookup", 0)):
+    limits = {"num_prompts": (1, 10**6), "max_new_tokens": (2, 10**6), "repeats": (1, 10**6)}
+    limits |= {"lookup": (0, 64), "threads": (1, os.cpu_count() or 1)}
+    for name, (least, most) in limits.items():
         value = getattr(args, name)
-        if value < least:
-            raise ValueError(f"{name} {value} is not allowed: give at least {least}")
-    cores = os.cpu_count() or 1
-    if args.threads is not None and not 1 <= args.threads <= cores:
-        raise ValueError(f"threads {args.threads} is not allowed: give 1 to {cores}, or none")
-    if args.lookup > 64:
-        raise ValueError(f"lookup {args.lookup} is not allowed: give 1 to 64 tokens, or 0")
+        if value is not None and not least <= value <= most:
+            raise ValueError(f"{name} {value} is not allowed: give {least} to {most}")
     for paths in (args.checkpoint_path, args.draft_checkpoint_path):
         if len({path.resolve() for path in paths}) < len(paths):
             raise ValueError(f"{paths[-1]} or another file is given twice: give each one once")
@@ -247,10 +243,8 @@ def read_prompts(args: Namespace, files: Files) -> tuple[list[list[int]], list[s
         note("note: no tokenizer next to the checkpoint: made-up ids stand in for the prompts")
         return made_up_prompts(config.vocab_size, args.num_prompts, max(limit, 1)), []
     if tokenizer is None:
-        raise ValueError(
-            f"--questions needs a tokenizer next to {args.checkpoint_path[0]}: copy tokenizer.json "
-            "or tokenizer.model there"
-        )
+        place = args.checkpoint_path[0]
+        raise ValueError(f"--questions needs a tokenizer: copy tokenizer.json next to {place}")
     questions, problems = read_questions(args.questions)
     prompts = []
     for question in spread(questions, args.num_prompts):
@@ -287,39 +281,40 @@ def compare(args: Namespace, argv: list[str]) -> int:
             forget_choices(path)
         methods += our_methods(args, targets, context)
         methods += open_peers(args, targets[0], context)
-    report = conditions(args, argv)
-    report["prompts"] |= {
-        "count": len(prompts),
-        "tokens": sum(map(len, prompts)),
-        "skipped": skipped,
-    }
-    if args.out is not None:  # only now: until here anything may still be refused
-        args.out.mkdir(parents=True, exist_ok=True)
-        (args.out / "cells.jsonl").write_text("", encoding="utf-8")
+    report = conditions(args, argv, prompts, skipped)
     cells: list[Cell] = []
     try:
-        for cell in measure(methods, prompts, args, stop_ids) if args.decoding else ():
-            cells.append(cell)
-            write_cell(cell, args.out)
+        # Only here is an old file of cells replaced: before, anything may still be refused.
+        with open_cells(args.out) as file:
+            for cell in measure(methods, prompts, args, stop_ids) if args.decoding else ():
+                cells.append(cell)
+                file.write(json.dumps(asdict(cell)) + "\n")
         if args.row_costs:
             report |= cost_curves(args, targets, context)
     except KeyboardInterrupt:
         report["interrupted"] = True
         note("interrupted: reporting what was measured")
     report["methods"] = results(methods, cells, prompts, args)
-    finish(args, report)
+    # The table for people, then one line for machines, then the files.
+    print(f"{page(report)}\n\n{json.dumps(report)}", flush=True)
+    if args.out is not None:
+        write_reports(args.out, report)
     return 130 if report["interrupted"] else 0
 
 
-def write_cell(cell: Cell, out: Path | None) -> None:
-    """On disk, before the next measurement begins."""
-    if out is not None:
-        with (out / "cells.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(asdict(cell)) + "\n")
+def open_cells(out: Path | None) -> TextIO:
+    """Where every measurement is written before the next one begins, a line at a time."""
+    if out is None:
+        return open(os.devnull, "w")
+    out.mkdir(parents=True, exist_ok=True)
+    return (out / "cells.jsonl").open("w", buffering=1, encoding="utf-8")
 
 
-def conditions(args: Namespace, argv: list[str]) -> dict:
+def conditions(
+    args: Namespace, argv: list[str], prompts: list[list[int]], skipped: list[str]
+) -> dict:
     """Everything about a run but its results: without it they mean nothing."""
+    tokens = sum(map(len, prompts))
     return {
         "argv": argv,
         "device": device_name(pick_device(args.device)),
@@ -327,20 +322,13 @@ def conditions(args: Namespace, argv: list[str]) -> dict:
         "versions": versions(),
         "commit": project_commit(),
         "interrupted": False,
-        "prompts": {"file": args.questions.name},
+        "prompts": {"file": args.questions.name, "count": len(prompts), "tokens": tokens}
+        | {"skipped": skipped},
         "max_new_tokens": args.max_new_tokens,
         "repeats": args.repeats,
         "ignore_eos": args.ignore_eos,
-        "methods": [],
         "row_costs": [],
     }
-
-
-def finish(args: Namespace, report: dict) -> None:
-    """The table for people, then one line for machines, then the files."""
-    print(f"{page(report)}\n\n{json.dumps(report)}", flush=True)
-    if args.out is not None:
-        write_reports(args.out, report)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -7,8 +7,12 @@ The architecture comes from config.json, the ends of a text from generation_conf
 tokenizer as well; a folder's name means nothing. Every tensor of the source is used or refused by
 name. Targets are plain LLaMA: LLaMA 1 to 3.3, Vicuna, CodeLlama, TinyLlama, SmolLM2,
 DeepSeek-R1-Distill-Llama, and Mistral without a sliding window. Heads are the business of
-talon/formats/head_import.py. Leaves out other architectures, quantised sources and adapters.
-"""
+talon/formats/head_import.py. Leaves out other architectures, quantised sources and adapters."""
+
+if __name__ == "__main__":  # before the imports that take seconds
+    from talon.cli import guard_imports
+
+    guard_imports()
 
 import argparse
 import os
@@ -24,7 +28,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from model import ModelConfig
-from talon.checkpoint import DTYPE_NAMES, DTYPES, TensorSpec, check_file
+from talon.checkpoint import DTYPE_NAMES, DTYPES, TensorSpec
 from talon.cli import Parser, announce, note, run
 from talon.formats.head_export import EXPORT_FORMATS, export_head
 from talon.formats.head_import import is_head, plan_head
@@ -38,12 +42,7 @@ from talon.formats.hf_folder import (
     new_directory,
 )
 from talon.settings import Settings, read_tokenizer_config
-from talon.tokenizer import (
-    TOKENIZER_FILES,
-    Tokenizer,
-    find_vocabulary,
-    load_tokenizer,
-)
+from talon.tokenizer import TOKENIZER_FILES, Tokenizer, find_vocabulary, load_tokenizer
 from talon.writing import atomic_file, write_checkpoint
 
 ARCHITECTURES = ("LlamaForCausalLM", "LLaMAForCausalLM", "MistralForCausalLM")
@@ -69,10 +68,8 @@ PLAIN_LLAMA = NEUTRAL_VALUES | {
 
 
 def convert(checkpoint_dir: Path | str, out: Path | str | None = None, dtype: str = "keep") -> str:
-    """Convert a directory to one file (DIR/talon.safetensors); returns a line about it.
-
-    Raises ValueError or FileNotFoundError, one line each, and then leaves nothing behind.
-    """
+    """Convert a directory to one file (DIR/talon.safetensors); returns a line about it. A failure
+    is a ValueError or OSError of one line and leaves nothing behind."""
     folder = HFFolder(checkpoint_dir)
     out = Path(out) if out else folder.path / "talon.safetensors"
     others = [folder.path / name for name in ("config.json", *INDEX_FILES, *TOKENIZER_FILES)]
@@ -86,7 +83,7 @@ def convert(checkpoint_dir: Path | str, out: Path | str | None = None, dtype: st
         "directory": Path(os.path.abspath(folder.path)).name,
         "files": [file.name for file in folder.files],
         "architecture": conversion.architecture,
-        "format": conversion.source_format,
+        "format": getattr(conversion.config, "source_format", "hf"),
     }
     tokenizer = folder.path if conversion.kind == "target" else None
     with new_directory(out.parent), copied_tokenizer(tokenizer, out.parent):
@@ -112,7 +109,7 @@ def summary(conversion: Conversion, specs: dict[str, TensorSpec], out: Path) -> 
         what = f"target {conversion.architecture}, {config.n_layer} layers, dim {config.dim}"
         what += f", vocabulary {config.vocab_size}"
     else:
-        what = f"{config.family} head ({conversion.source_format}), dim {config.dim}"
+        what = f"{config.family} head ({config.source_format}), dim {config.dim}"
         what += f", draft vocabulary {config.draft_vocab_size} of {config.vocab_size}"
     return f"{what}, {size / 1e6:.1f} MB, {' and '.join(dtypes)}: {out}"
 
@@ -130,26 +127,19 @@ def with_progress(
 
 @contextmanager
 def copied_tokenizer(source: Path | None, target: Path) -> Iterator[None]:
-    """The tokenizer's files next to the output; they go again when the body fails."""
+    """The tokenizer's files next to the output; those written go again when the body fails."""
     names = [name for name in TOKENIZER_FILES if source is not None and (source / name).exists()]
     with ExitStack() as undo:
         for name in names:
-            if _copy_tokenizer_file(source / name, target / name):
-                undo.callback((target / name).unlink)
+            content, copy = (source / name).read_bytes(), target / name
+            if not copy.exists():
+                with atomic_file(copy) as file:
+                    file.write(content)
+                undo.callback(copy.unlink)
+            elif copy.read_bytes() != content:
+                raise ValueError(f"{copy} is another model's; give --out a directory of its own")
         yield
         undo.pop_all()
-
-
-def _copy_tokenizer_file(source: Path, target: Path) -> bool:
-    """Whether a file had to be written; a different one that is there belongs to another model."""
-    content = source.read_bytes()
-    if target.exists():
-        if target.read_bytes() == content:
-            return False
-        raise ValueError(f"{target} is another model's; give --out a directory of its own")
-    with atomic_file(target) as file:
-        file.write(content)
-    return True
 
 
 def plan_target(folder: HFFolder) -> Conversion:
@@ -174,7 +164,17 @@ def plan_target(folder: HFFolder) -> Conversion:
         eos_ids=read_stop_ids(folder, vocab_size, notes),
     )
     conversion = Conversion(folder, "target", model, architecture, target_outputs(model), notes)
-    check_output_matrix(conversion)
+    if not model.tied and "lm_head.weight" not in names:
+        raise ValueError(
+            f"{folder.path} has no lm_head.weight and no tie_word_embeddings that is true: set it "
+            "if the model is tied, or download the weights again"
+        )
+    # Tied weights win over an lm_head that is there as well, as in transformers.
+    if model.tied and "lm_head.weight" in names:
+        conversion.ignored.add("lm_head.weight")
+        if not torch.equal(folder.read("lm_head.weight"), folder.read("model.embed_tokens.weight")):
+            notes.append("tie_word_embeddings is true: ignored an lm_head.weight of its own")
+        folder.close()
     return conversion
 
 
@@ -192,10 +192,9 @@ def check_supported(config: Settings) -> str:
     mistral = model_type == "mistral" or "MistralForCausalLM" in names
     if mistral and "sliding_window" not in config.values:
         raise ValueError(
-            f"{config.where}: sliding_window is missing, which means 4096 for Mistral; only null "
-            "is supported"
+            f"{config.where}: no sliding_window means 4096 for Mistral; only null fits"
         )
-    return names[0] if names else ("MistralForCausalLM" if mistral else "LlamaForCausalLM")
+    return next(iter(names), "MistralForCausalLM" if mistral else "LlamaForCausalLM")
 
 
 def count_layers(folder: HFFolder) -> int:
@@ -227,28 +226,9 @@ def target_outputs(c: ModelConfig) -> list[Output]:
     return outputs
 
 
-def check_output_matrix(conversion: Conversion) -> None:
-    """Tied weights win over an lm_head that is there as well, as in transformers."""
-    folder, tied = conversion.folder, conversion.config.tied
-    if not tied and "lm_head.weight" not in folder.specs:
-        raise ValueError(
-            f"{folder.path} has no lm_head.weight, and tie_word_embeddings is false or missing; "
-            "set it to true if the model is tied, or download the weights again"
-        )
-    if tied and "lm_head.weight" in folder.specs:
-        conversion.ignored.add("lm_head.weight")
-        if not torch.equal(folder.read("lm_head.weight"), folder.read("model.embed_tokens.weight")):
-            conversion.notes.append(
-                "tie_word_embeddings is true: ignored lm_head.weight, which is not the embedding"
-            )
-        folder.close()
-
-
 def read_stop_ids(folder: HFFolder, vocab_size: int, notes: list[str]) -> tuple[int, ...]:
-    """Every id that ends a text: of generation_config.json, config.json and the tokenizer, sorted.
-
-    Chat models state their end of turn in only one of the three, and 0 is an id like any other.
-    """
+    """Every id that ends a text, sorted: of generation_config.json, config.json and the tokenizer,
+    for chat models state their end of turn in only one of the three."""
     found: set[int] = set()
     generation = Settings.read(folder.path / "generation_config.json", optional=True)
     for settings in (generation, folder.config):
@@ -275,9 +255,6 @@ def read_stop_ids(folder: HFFolder, vocab_size: int, notes: list[str]) -> tuple[
 
 def read_tokenizer(path: Path, vocab_size: int, notes: list[str]) -> Tokenizer | None:
     """The tokenizer in a directory, if any; refuses one that outgrows the embedding."""
-    for name in TOKENIZER_FILES:
-        if os.path.lexists(path / name):
-            check_file(path / name)
     if find_vocabulary(path) is None:
         notes.append(f"{path} has no tokenizer.json or tokenizer.model: only --prompt_ids works")
         return None
@@ -299,12 +276,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         "SGLang wants one (zeros do), and architectures [LlamaForCausalLMEagle].",
     )
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument(
-        "--checkpoint_dir", metavar="DIR", help="directory with config.json and weights"
-    )
-    source.add_argument(
-        "--export", metavar="F", help="a head file of ours, to write as a directory"
-    )
+    add = source.add_argument
+    add("--checkpoint_dir", metavar="DIR", help="directory with config.json and weights")
+    add("--export", metavar="F", help="a head file of ours, to write as a directory")
     add = parser.add_argument
     add("--out", help="file to write (DIR/talon.safetensors); with --export a directory")
     add("--dtype", choices=("keep", *DTYPES), help="of the floating-point tensors (keep)")

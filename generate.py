@@ -6,6 +6,11 @@
 Text goes to standard output, everything else to standard error. Leaves out: the engine that it runs
 (talon/text.py)."""
 
+if __name__ == "__main__":  # before the imports that take seconds
+    from talon.cli import guard_imports
+
+    guard_imports()
+
 import os
 import sys
 from argparse import Namespace
@@ -26,14 +31,12 @@ from talon.text import (
     Options,
     TextGeneration,
     check_ends,
-    check_text,
     encode,
     load,
     load_files,
-    message,
     read_options,
 )
-from talon.tokenizer import TOKENIZER_FILES, Tokenizer
+from talon.tokenizer import TOKENIZER_FILES, Tokenizer, is_text
 
 __all__ = ["Engine", "TextGeneration", "load", "main"]
 
@@ -102,8 +105,9 @@ def check_args(args: Namespace) -> None:
     if args.retune and (args.tree != "auto" or args.draft_checkpoint_path == "none"):
         raise ValueError("--retune is for --tree auto and takes a head: --draft_checkpoint_path")
     check_ends(args.max_new_tokens, tuple(args.stop))
-    for what, text in (("--system", args.system or ""), *(("--stop", stop) for stop in args.stop)):
-        check_text(what, text)
+    for flag, text in (("--system", args.system or ""), *(("--stop", stop) for stop in args.stop)):
+        if not is_text(text):
+            raise ValueError(f"{flag} holds bytes that are not UTF-8: give UTF-8 text")
     for index in (0, args.num_samples - 1):
         sampling_of(args, index)
     alone = {"check": args.check, "num_samples": args.num_samples > 1, "profile": args.profile}
@@ -144,16 +148,12 @@ def read_prompt(args: Namespace) -> str | list[int] | None:
         if not words:
             raise ValueError('prompt_ids is empty: give at least one token id, such as "1 2 3"')
         if not all(word.isascii() and word.isdigit() and len(word) < 19 for word in words):
-            raise ValueError(
-                f'prompt_ids {args.prompt_ids[:60]!r} must be whole numbers, such as "1 2 3"'
-            )
+            given = args.prompt_ids[:60]
+            raise ValueError(f'prompt_ids {given!r} must be whole numbers, such as "1 2 3"')
         return [int(word) for word in words]
     text = read_text(args)
     if text is None:
-        raise ValueError(
-            "no prompt: give --prompt TEXT, --prompt_file FILE, --prompt_ids or --interactive"
-        )
-    check_text("the prompt", text)
+        raise ValueError("no prompt: give --prompt, --prompt_file, --prompt_ids or --interactive")
     if not text.strip():
         raise ValueError("the prompt is empty: give at least one character that is not a space")
     return text
@@ -169,10 +169,8 @@ def read_text(args: Namespace) -> str | None:
     except UnicodeDecodeError:
         raise ValueError(f"prompt file {file} is not UTF-8 text: save it as UTF-8") from None
     except OSError as error:
-        raise ValueError(
-            f"prompt file {file} cannot be read ({error.strerror}): check its name, or give "
-            "--prompt"
-        ) from None
+        failed = f"prompt file {file} cannot be read ({error.strerror})"
+        raise ValueError(f"{failed}: check its name, or give --prompt") from None
 
 
 def wants_chat(args: Namespace, tokenizer: Tokenizer | None) -> bool:
@@ -181,15 +179,13 @@ def wants_chat(args: Namespace, tokenizer: Tokenizer | None) -> bool:
     if args.chat and not has:
         raise ValueError("--chat needs a chat template and the checkpoint has none: use --no_chat")
     if args.system is not None and (args.chat is False or not has):
-        raise ValueError(
-            "--system needs the chat template: leave out --no_chat, or put it into the prompt"
-        )
+        raise ValueError("--system needs a chat template, without --no_chat: put it in the prompt")
     return has if args.chat is None else args.chat
 
 
 def opening(args: Namespace) -> list[dict]:
     """The messages that a conversation begins with."""
-    return [] if args.system is None else [message("system", args.system)]
+    return [] if args.system is None else [{"role": "system", "content": args.system}]
 
 
 def prompt_ids(args: Namespace, files: Files, prompt: str | list[int] | None) -> list[int] | None:
@@ -197,13 +193,13 @@ def prompt_ids(args: Namespace, files: Files, prompt: str | list[int] | None) ->
     if files.tokenizer is None and (args.stop or not isinstance(prompt, list)):
         raise ValueError(
             f"no tokenizer next to {args.checkpoint_path}, which text needs: copy tokenizer.json "
-            "or tokenizer.model there, or give --prompt_ids without --stop"
+            "there, or give --prompt_ids without --stop"
         )
     chat = not isinstance(prompt, list) and wants_chat(args, files.tokenizer)
     if prompt is None:
         return None
     if chat:
-        prompt = [*opening(args), message("user", prompt)]
+        prompt = [*opening(args), {"role": "user", "content": prompt}]
     return encode(files.tokenizer, prompt)
 
 
@@ -221,9 +217,8 @@ def context_for(args: Namespace, files: Files, ids: list[int] | None) -> int:
             f"the prompt has {len(ids)} tokens, but the context holds {context} with the answer: "
             f"shorten the prompt to {context - 1} or less{more}"
         )
-    wrong = next((i for i in ids if i >= config.vocab_size), None)
-    if wrong is not None:
-        raise ValueError(f"prompt id {wrong} is unknown: give ids 0 to {config.vocab_size - 1}")
+    if max(ids, default=0) >= config.vocab_size:
+        raise ValueError(f"prompt id {max(ids)} is unknown: give ids 0 to {config.vocab_size - 1}")
     return context
 
 
@@ -232,9 +227,7 @@ def context_for(args: Namespace, files: Files, ids: list[int] | None) -> int:
 
 def open_checkpoints(args: Namespace) -> Files:
     if args.checkpoint_path == DEMO and not DEMO.exists():
-        raise ValueError(
-            f"the demo model {DEMO} is not there yet: run `make demo`, or give --checkpoint_path"
-        )
+        raise ValueError(f"{DEMO} is not there yet: run `make demo`, or give --checkpoint_path")
     head = args.draft_checkpoint_path
     return open_files(args.checkpoint_path, None if head == "none" else head)
 
@@ -276,7 +269,7 @@ def start(engine: Engine, args: Namespace, prompt: list, index: int = 0) -> Text
 
 def show(text: TextGeneration, highlight: bool) -> None:
     """Stream a text to standard output."""
-    for piece, drafted in text.marked():
+    for piece, drafted in text.marked:
         sys.stdout.write(f"\033[32m{piece}\033[0m" if highlight and drafted and piece else piece)
         sys.stdout.flush()
     sys.stdout.write("\n" if text.stream else f"{' '.join(map(str, text.tokens))}\n")
@@ -316,8 +309,7 @@ def warn_if_useless(record: dict) -> None:
 
 
 def converse(engine: Engine, args: Namespace, results: Results) -> int:
-    """Turns from standard input until its end. The cached prefix of the conversation is not run
-    again. A line that cannot be answered is refused and forgotten. Returns the exit code."""
+    """Turns from standard input until its end; refused lines are forgotten. The exit code."""
     from talon.conversation import Conversation
 
     chat = wants_chat(args, engine.tokenizer)
@@ -364,7 +356,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     check_args(args)
     tuning = {"tune": "measure", "sampling": sampling_of(args)}
-    options = read_options(args.tree, args.device, args.dtype, None, args.compile, **tuning)
+    options = read_options(args.tree, args.device, args.dtype, compile=args.compile, **tuning)
     prompt = read_prompt(args)
     files = open_checkpoints(args)
     if args.retune:

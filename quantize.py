@@ -10,6 +10,11 @@ a time. Then the file is written, one tensor in memory at a time; its metadata n
 mode. The modes, the stored form and the layers that run it are in talon/kernels/linear.py. Leaves
 out GPTQ and AWQ."""
 
+if __name__ == "__main__":  # before the imports that take seconds
+    from talon.cli import guard_imports
+
+    guard_imports()
+
 import math
 import re
 from collections.abc import Callable, Iterator
@@ -23,7 +28,7 @@ from tqdm import tqdm
 
 from model import KVCache, ModelConfig, Place, Transformer, causal_mask, rope_table
 from talon.checkpoint import Checkpoint, TensorSpec, read_checkpoint
-from talon.cli import Parser, check_output, note, run
+from talon.cli import Parser, announce, check_output, note, run
 from talon.kernels.linear import (
     GROUPSIZE,
     GROUPSIZES,
@@ -245,14 +250,6 @@ def quantized_tensors(
             bar.update(tensor.nbytes)
 
 
-def open_unquantized(path: Path) -> Checkpoint:
-    checkpoint = read_checkpoint(path)
-    if checkpoint.quantization is not None:
-        mode = checkpoint.quantization.get("mode")
-        raise ValueError(f"{path} is already quantised ({mode}); give the file it was made from")
-    return checkpoint
-
-
 def quantize_checkpoint(
     path: Path, mode: str, groupsize: int = GROUPSIZE, out: Path | None = None
 ) -> Path:
@@ -264,12 +261,13 @@ def quantize_checkpoint(
     if groupsize not in GROUPSIZES:
         allowed = ", ".join(map(str, GROUPSIZES))
         raise ValueError(f"group size {groupsize} is not allowed: give one of {allowed}")
-    checkpoint = open_unquantized(path)
+    checkpoint = read_checkpoint(path)
+    if checkpoint.quantization is not None:
+        done = checkpoint.quantization.get("mode")
+        raise ValueError(f"{path} is already quantised ({done}); give the file it was made from")
     suffix = f"int4_g{groupsize}" if mode == "int4" else mode
     out = out or checkpoint.path.with_name(f"{checkpoint.path.stem}_{suffix}.safetensors")
-    if out.exists() and out.samefile(checkpoint.path):
-        raise ValueError(f"{out} is the file to quantise: give another --out")
-    check_output("--out", out, [])
+    check_output("--out", out, [checkpoint.path])
     plans = plan_layers(checkpoint, mode)
     write_checkpoint(
         out,
@@ -338,32 +336,31 @@ def evaluate(path: Path, against: Path | None) -> Iterator[str]:
 
 def main() -> int:
     parser = Parser(prog="quantize.py", description="Quantise a checkpoint, target or head.")
+    given = parser.add_mutually_exclusive_group(required=True).add_argument
+    given("--checkpoint_path", type=Path, help="the file to quantise (convert_hf_checkpoint.py)")
+    given("--evaluate", type=Path, help="the file to judge: its perplexity, and tokens it keeps")
     add = parser.add_argument
-    add("--checkpoint_path", type=Path, help="the file to quantise (convert_hf_checkpoint.py)")
     add("--mode", help=" | ".join(LINEARS))
     sharing = f"int4: weights that share a scale and a zero (default: {GROUPSIZE})"
     add("--groupsize", type=int, help=sharing)
     add("--out", type=Path, help="the file to write; default: its name with _MODE, next to it")
-    add("--evaluate", type=Path, help="print perplexity and greedy agreement of this file instead")
     add("--against", type=Path, help="the original; default: talon.safetensors next to --evaluate")
-    arguments = parser.parse_args()
-    if arguments.evaluate is not None and (arguments.checkpoint_path or arguments.mode):
-        parser.error("--evaluate takes the file itself: leave out --checkpoint_path and --mode")
-    if arguments.evaluate is None and arguments.against is not None:
-        parser.error("--against belongs to --evaluate: give both")
-    if arguments.evaluate is not None and (arguments.groupsize or arguments.out):
-        parser.error("--evaluate writes nothing: leave out --groupsize and --out")
-    if arguments.evaluate is not None:
-        for line in evaluate(arguments.evaluate, arguments.against):
+    args = parser.parse_args()
+    if args.evaluate is not None:
+        if args.mode or args.groupsize or args.out:
+            parser.error("--evaluate writes nothing: leave out --mode, --groupsize and --out")
+        for line in evaluate(args.evaluate, args.against):
             print(line, flush=True)
         return 0
-    path, mode = arguments.checkpoint_path, arguments.mode
-    if path is None or mode is None:
-        parser.error("give --checkpoint_path and --mode, or --evaluate")
-    if arguments.groupsize is not None and mode in LINEARS and mode != "int4":
-        parser.error(f"--groupsize belongs to int4, and the mode is {mode}: leave it out")
-    groupsize = GROUPSIZE if arguments.groupsize is None else arguments.groupsize
-    print(describe(path, quantize_checkpoint(path, mode, groupsize, arguments.out), mode))
+    if args.against is not None:
+        parser.error("--against belongs to --evaluate: give both")
+    if args.mode is None:
+        parser.error(f"give --mode: {', '.join(LINEARS)}")
+    if args.groupsize is not None and args.mode in LINEARS and args.mode != "int4":
+        parser.error(f"--groupsize belongs to int4, and the mode is {args.mode}: leave it out")
+    groupsize = GROUPSIZE if args.groupsize is None else args.groupsize
+    out = quantize_checkpoint(args.checkpoint_path, args.mode, groupsize, args.out)
+    announce(describe(args.checkpoint_path, out, args.mode))
     return 0
 
 

@@ -1,16 +1,19 @@
 """Train a draft head for a target, in process and from nothing but the target.
 
-This is the command. The data is the target's own talk or a file of conversations; the rest is in
-talon/training/: conversations.py and self_talk.py have the data, head.py the head's beginning and
-end, losses.py the losses, run.py the run, evaluation.py the measurement of what was trained. Leaves
-out: decoding (generate.py), training the target.
+This is the command; the rest is in talon/training/: conversations.py and self_talk.py have the
+data, head.py the head's beginning and end, losses.py the losses, run.py the run, evaluation.py the
+measurement of what was trained. Leaves out: decoding (generate.py), training the target.
 
     python train_draft.py --checkpoint_path F --head eagle1 --data self --out DIR
     torchrun --nproc_per_node 2 train_draft.py ...
 """
 
+if __name__ == "__main__":  # before the imports that take seconds
+    from talon.cli import guard_imports
+
+    guard_imports()
+
 import argparse
-import fcntl
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -45,7 +48,7 @@ from talon.training.losses import TrainingConfig
 from talon.training.run import HEAD_FILE, LOG_FILE, STATE_FILE, Processes, TrainingRun
 from talon.training.self_talk import TalkConfig, make_conversations
 from talon.trees import parse_tree
-from talon.writing import atomic_file
+from talon.writing import atomic_file, locked
 
 # On a GPU, updating the head takes longer than reading a few hundred tokens.
 BATCH_TOKENS = {"cpu": 512, "cuda": 4096}
@@ -130,23 +133,21 @@ def training_config(
     args: argparse.Namespace, target: ModelConfig, device: torch.device
 ) -> TrainingConfig:
     """The settings of the run: what was not given as it fits the target and the device."""
-    args.batch_tokens = args.batch_tokens or BATCH_TOKENS[device.type]
     longest = target.max_seq_length
-    if args.max_length is None:
-        args.max_length = min(longest, TrainingConfig.max_length)
-    if args.max_length > longest:
+    if args.max_length and args.max_length > longest:
         raise ValueError(f"max_length {args.max_length} is not allowed: give 8 to {longest}")
     given = {f.name: getattr(args, f.name) for f in fields(TrainingConfig) if f.name in args}
-    return TrainingConfig(**given | {"init": args.init.name if args.init else None})
+    given["batch_tokens"] = args.batch_tokens or BATCH_TOKENS[device.type]
+    given["max_length"] = args.max_length or min(longest, TrainingConfig.max_length)
+    given["init"] = args.init.name if args.init else None
+    return TrainingConfig(**given)
 
 
 def check_run(args: argparse.Namespace, file: Checkpoint, processes: Processes) -> None:
     """Refuse what does not go together, before anything is written, loaded or made."""
     state = args.out / STATE_FILE
     if state.exists() and not args.resume:
-        raise ValueError(
-            f"{args.out} holds a run already: give --resume to go on with it, or another --out"
-        )
+        raise ValueError(f"{args.out} holds a run already: give --resume, or another --out")
     if args.resume and not state.exists():
         raise ValueError(f"{state} does not exist: start without --resume")
     makes_data = args.data == "self" or args.regenerate
@@ -176,31 +177,21 @@ def join_group(args: argparse.Namespace) -> tuple[Processes, torch.device]:
         raise ValueError("WORLD_SIZE is set but RANK is not: start several processes with torchrun")
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     if device.type == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
+        device = pick_device(f"cuda:{os.environ['LOCAL_RANK']}")
     return Processes(dist.get_rank(), dist.get_world_size(), args.shard_target), device
 
 
 def load_data(
-    args: argparse.Namespace, model: Transformer, tokenizer: Tokenizer | None
+    args: argparse.Namespace, model: Transformer, tokenizer: Tokenizer | None, max_length: int
 ) -> list[Conversation]:
     """The conversations of --data, made by the target first where it is to."""
     path = Path(args.data)
     if args.data == "self" or args.regenerate:
-        length = min(TalkConfig.length, args.max_length)
+        length = min(TalkConfig.length, max_length)
         config = TalkConfig(args.answer_tokens, args.data_batch, args.seed, length)
         turns = path if args.regenerate else None
         path = make_conversations(model, tokenizer, config, args.out, turns)
-    return read_conversations(path, tokenizer, model.config, args.max_length)
-
-
-def shard(model: Transformer, device: torch.device) -> Transformer:
-    """Spread the layers' weights over all processes; each layer is put together while it runs
-    (FSDP, arXiv 2304.11277). `model` comes in on the CPU."""
-    mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
-    for layer in model.layers:
-        fully_shard(layer, mesh=mesh, reshard_after_forward=True)
-    return model.to(device)
+    return read_conversations(path, tokenizer, model.config, max_length)
 
 
 @contextmanager
@@ -208,16 +199,12 @@ def run_folder(out: Path) -> Iterator[None]:
     """The folder of a run, for one training at a time; if nothing came of it, it goes again."""
     made = [path for path in (out, *out.parents) if not path.exists()]
     out.mkdir(parents=True, exist_ok=True)
-    folder = os.open(out, os.O_RDONLY)
     try:
-        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    except BlockingIOError:
-        raise ValueError(
-            f"another training is under way in {out}: wait for its end, or give another --out"
-        ) from None
+        with locked(out) as alone:
+            if not alone:
+                raise ValueError(f"another training is under way in {out}: give another --out")
+            yield
     finally:
-        os.close(folder)
         with suppress(OSError):  # the first that is not empty
             for path in made:
                 path.rmdir()
@@ -231,17 +218,20 @@ def start_run(args: argparse.Namespace, processes: Processes, device: torch.devi
     check_run(args, files.target, processes)
     start = torch.device("cpu") if args.shard_target else device
     model = load_target(files, start, DTYPES[args.dtype], pack_for=device)
-    model.requires_grad_(False)
     if args.shard_target:
-        model = shard(model, device)
+        # Each layer is put together while it runs (FSDP, arXiv 2304.11277).
+        mesh = dist.init_device_mesh(device.type, (processes.count,))
+        for layer in model.layers:
+            fully_shard(layer, mesh=mesh, reshard_after_forward=True)
+        model = model.to(device)
     # One process makes what all of them read; the others wait, however long that takes.
-    waiting = None
-    if processes.count > 1:
-        waiting = dist.new_group(backend="gloo", timeout=timedelta(days=30))
-    data = processes.rank == 0 and load_data(args, model, files.tokenizer)
-    if waiting:
+    several = processes.count > 1
+    waiting = dist.new_group(backend="gloo", timeout=timedelta(days=30)) if several else None
+    source = args, model, files.tokenizer, config.max_length
+    data = processes.rank == 0 and load_data(*source)
+    if several:
         dist.barrier(waiting)
-    data = data or load_data(args, model, files.tokenizer)
+    data = data or load_data(*source)
     ids = draft_vocabulary(data, sizes.vocab_size, sizes.draft_vocab_size)
     if args.init:
         head = read_head(args.init, model, config, ids if args.draft_vocab_size else None)
@@ -302,8 +292,7 @@ def plot_log(out: Path) -> None:
 
 
 def evaluate(args: argparse.Namespace) -> int:
-    """Measure the head in --out on questions, for each tree of --trees, and write what it comes to
-    into the same folder."""
+    """Measure the head in --out on questions with each of --trees; written next to the head."""
     device = pick_device(args.device)
     files = open_files(args.checkpoint_path, args.out / HEAD_FILE)
     trees = [fit_tree(parse_tree(text), files.head_config) for text in args.trees]
@@ -312,20 +301,15 @@ def evaluate(args: argparse.Namespace) -> int:
     if not args.evaluate.is_file():
         raise ValueError(f"{args.evaluate} is no file: give --evaluate a question.jsonl")
     if files.tokenizer is None:
-        raise ValueError(
-            f"no tokenizer lies next to {args.checkpoint_path}: questions are text, copy "
-            "tokenizer.json there"
-        )
+        raise ValueError(f"no tokenizer next to {args.checkpoint_path}: copy tokenizer.json there")
     questions, problems = read_questions(args.evaluate)
     if problems:
         raise ValueError(f"{problems[0]}: repair the line")
     prompts = [encode_question(question, files.tokenizer) for question in questions]
     room = files.config.max_seq_length - max(map(len, prompts))
     if args.new_tokens > room:
-        raise ValueError(
-            f"new_tokens {args.new_tokens} do not fit behind the longest question: the context of "
-            f"{files.config.max_seq_length} leaves {max(room, 0)}"
-        )
+        most = f"the context of {files.config.max_seq_length} leaves {max(room, 0)}"
+        raise ValueError(f"new_tokens {args.new_tokens}: behind the longest question {most}")
     model = load_target(files, device, DTYPES[args.dtype])
     head = load_head(files, model, device, DTYPES[args.dtype])
     measured = {
@@ -336,10 +320,8 @@ def evaluate(args: argparse.Namespace) -> int:
     with atomic_file(args.out / EVALUATION_FILE) as target:
         target.write(json.dumps(measured, indent=1).encode() + b"\n")
     for result in measured["trees"]:
-        note(
-            f"{result['tree']}: acceptance length {result['acceptance_length']}, "
-            f"by depth {result['accepted_by_depth']}"
-        )
+        length, by_depth = result["acceptance_length"], result["accepted_by_depth"]
+        note(f"{result['tree']}: acceptance length {length}, by depth {by_depth}")
     return 0
 
 

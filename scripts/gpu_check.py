@@ -55,7 +55,8 @@ RIGHT = 0.85  # how often the oracle is right
 NEAR = 0.25  # standard deviations of the logits by which rounding may turn a choice
 PROMPT = [1, 2, 3, 4, 5]
 GROUPSIZE = 128
-CALLS = {  # of the CUDA runtime, that are counted
+# Calls of the CUDA runtime that are counted.
+CALLS = {
     "replays": ("cudaGraphLaunch",),
     "launches": ("cudaLaunchKernel", "cudaLaunchKernelExC"),
     "waits": (*(f"cuda{what}Synchronize" for what in ("Stream", "Device", "Event")), "cudaMemcpy"),
@@ -91,11 +92,11 @@ def stored(weight: Tensor, mode: str | None) -> dict[str, Tensor]:
     if mode is None:
         return {"weight": weight}
     if mode == "int4":
-        names, parts = ("weight", "scales", "zeros"), quantize_int4(weight, GROUPSIZE)
-    else:
-        names = ("weight", "scales", "smoothing")
-        parts = (*quantize_int8(weight), torch.ones(weight.shape[1], device=weight.device))
-    return dict(zip(names, parts, strict=True))
+        return dict(
+            zip(("weight", "scales", "zeros"), quantize_int4(weight, GROUPSIZE), strict=True)
+        )
+    rounded, scales = quantize_int8(weight)
+    return {"weight": rounded, "scales": scales, "smoothing": torch.ones_like(weight[0]).float()}
 
 
 def fill_linears(
@@ -103,8 +104,8 @@ def fill_linears(
 ) -> None:
     """Give every linear layer of a module on the meta device random weights in a mode. scales: the
     standard deviation by the layer's name, otherwise 0.02."""
-    linears = [(n, layer) for n, layer in module.named_modules() if isinstance(layer, nn.Linear)]
-    shapes = {name: tuple(layer.weight.shape) for name, layer in linears}
+    layers = dict(module.named_modules()).items()
+    shapes = {name: m.weight.shape for name, m in layers if isinstance(m, nn.Linear)}
     if mode is not None:
         swap_linears(module, {"groupsize": GROUPSIZE, "layers": dict.fromkeys(shapes, mode)})
     made: dict[tuple, dict[str, Tensor]] = {}
@@ -126,13 +127,12 @@ def random_target(
     with torch.device("meta"):
         model = Transformer(config)
     last = 0.02 / math.sqrt(2 * config.n_layer)
-    scales = {"wo": last, "w2": last, "output": config.dim**-0.5}
-    fill_linears(model, mode, device, dtype, scales)
+    fill_linears(model, mode, device, dtype, {"wo": last, "w2": last, "output": config.dim**-0.5})
     embedding = torch.randn(config.vocab_size, config.dim, dtype=dtype, device=device) * 0.02
-    ones = torch.ones(config.dim, dtype=dtype, device=device)
     model.tok_embeddings.weight = nn.Parameter(embedding, requires_grad=False)
     for norm in (module for module in model.modules() if isinstance(module, RMSNorm)):
-        norm.weight = nn.Parameter(ones.clone(), requires_grad=False)
+        ones = torch.ones(config.dim, dtype=dtype, device=device)
+        norm.weight = nn.Parameter(ones, requires_grad=False)
     return model
 
 
@@ -207,15 +207,11 @@ def decode(decoder: Decoder, count: int) -> Generation:
 
 
 def measurements(run: Generation) -> dict:
-    stats = run.stats
-    rounds = max(stats.rounds, 1)
-    return {
-        "round_ms": stats.decode_s / rounds * 1e3,
-        "draft_ms": stats.draft_s / rounds * 1e3,
-        "verify_ms": stats.verify_s / rounds * 1e3,
-        "acceptance_length": stats.acceptance_length,
-        "tokens_per_s": stats.emitted / max(stats.decode_s, 1e-9),
-    }
+    stats, rounds = run.stats, max(run.stats.rounds, 1)
+    parts = {"round_ms": stats.decode_s, "draft_ms": stats.draft_s, "verify_ms": stats.verify_s}
+    found = {name: seconds / rounds * 1e3 for name, seconds in parts.items()}
+    speed = stats.emitted / max(stats.decode_s, 1e-9)
+    return found | {"acceptance_length": stats.acceptance_length, "tokens_per_s": speed}
 
 
 @torch.inference_mode()
@@ -252,10 +248,6 @@ def launches(calls: dict[str, int], rounds: int) -> dict:
 # ---------------------------------------------------------------- the check
 
 
-class TimeIsUp(Exception):
-    """The budget is used up."""
-
-
 class Check:
     """The sections, and what is known so far, on disk at every moment."""
 
@@ -266,13 +258,9 @@ class Check:
         self.failures: dict[str, str] = {}
         taken = times(readers(device, scope.stream), device)
         self.read_bytes_per_s = scope.stream / min(map(min, taken.values()))
-        self.facts = {
-            "device": device_name(device),
-            "torch": torch.__version__,
-            "cuda": torch.version.cuda,
-            "commit": project_commit(),
-            "read_bytes_per_s": self.read_bytes_per_s,
-        }
+        self.facts = {"device": device_name(device), "torch": torch.__version__}
+        self.facts |= {"cuda": torch.version.cuda, "commit": project_commit()}
+        self.facts |= {"read_bytes_per_s": self.read_bytes_per_s}
         self.sections: dict[str, Callable[[], None]] = {"tests": self.tests} if scope.tests else {}
         self.sections["kernels"] = self.kernels
         for mode, tree in scope.trees:
@@ -294,19 +282,18 @@ class Check:
             note(f"{name} ...")
             try:
                 do()
-            except TimeIsUp:
-                self.failed(name, "out of time: give more with --budget_s, or less with --only")
             except Exception as error:  # whatever it is, the minutes on a GPU must not be lost
-                traceback.print_exc()
+                if not isinstance(error, TimeoutError):
+                    traceback.print_exc()
                 self.failed(name, f"{type(error).__name__}: {' '.join(str(error).split())[:500]}")
             self.release()
         print(self.page())
         return 1 if self.failures else 0
 
     def expect(self, section: str, **known: object) -> dict:
-        """A row that is about to be measured. Raises TimeIsUp if it is too late for that."""
+        """A row that is about to be measured. Raises TimeoutError if it is too late for that."""
         if time.monotonic() > self.ends:
-            raise TimeIsUp
+            raise TimeoutError("give more seconds with --budget_s, or less to do with --only")
         self.rows.setdefault(section, []).append(known)
         self.write()
         return known
@@ -359,10 +346,9 @@ class Check:
             with torch.device("meta"):
                 linear = nn.Sequential(nn.Linear(*reversed(shape), bias=False))
             fill_linears(linear, mode, self.device, self.dtype, {})
-            held = module_bytes(linear)
+            held, size = module_bytes(linear), "{} x {}".format(*shape)
             read_us = held / self.read_bytes_per_s * 1e6
-            known = {"mode": self.name_of(mode), "shape": "{} x {}".format(*shape)}
-            row = self.expect("kernels", **known, read_us=read_us)
+            row = self.expect("kernels", mode=self.name_of(mode), shape=size, read_us=read_us)
             region = compile_region(multiply) if self.scope.compile else multiply
             layers = [copy.deepcopy(linear) for _ in range(copies(held, self.device))]
             calls = {}

@@ -15,8 +15,7 @@ from talon.text import Engine, TextGeneration
 
 @torch.inference_mode()
 def full_logits(model: Transformer, ids: list[int]) -> Tensor:
-    """fp32 logits [T, V] of every position: the slow, obvious forward, eager and without a kept
-    cache."""
+    """fp32 logits [T, V] of every position: the slow, obvious forward, with nothing cached."""
     c, weight = model.config, model.norm.weight
     cache = KVCache(c.n_layer, c.n_kv_head, len(ids), c.head_dim, weight.dtype).to(weight.device)
     table = rope_table(len(ids), c.head_dim, c.rope_theta, c.rope_scaling).to(weight.device)
@@ -61,8 +60,7 @@ def compare_ids(
 def choice_gap(
     plain: Decoder, ids: list[int], chosen: int, other: int, sampling: SamplingConfig
 ) -> float | None:
-    """How much higher `chosen` stands than `other` after `ids`, in the values that are chosen by;
-    None: infinitely."""
+    """How much higher `chosen` stands than `other` after `ids`; None: infinitely."""
     logits = full_logits(plain.model, ids)[-1:]
     tokens = torch.arange(logits.shape[1], device=logits.device)
     position = torch.tensor([len(ids)], device=logits.device)

@@ -4,13 +4,15 @@
 interrupted (143 or 129 where a signal ended it, as a shell says)."""
 
 import argparse
+import errno
 import os
+import resource
 import signal
 import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import NoReturn
 
 DEMO = Path("checkpoints/SmolLM2-135M-Instruct/talon.safetensors")
@@ -68,8 +70,22 @@ def abandon_stdout() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def one_line(error: Exception) -> str:
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out, which Python, torch, the system and its loader each say their way."""
+    if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
+        return True
+    said = ("allocate memory", "out of memory", "failed to map", "start new thread")
+    return isinstance(error, RuntimeError | ImportError) and any(w in str(error) for w in said)
+
+
+def one_line(error: BaseException) -> str:
     """A mistake in one line. What the system refused has a path and a reason, but no advice."""
+    if is_out_of_memory(error):
+        said = " ".join(str(error).split())[:200] or "MemoryError"
+        return (
+            f"out of memory ({said}): free some, raise the limit (ulimit -v), or take a checkpoint "
+            "in int8 or int4 or a smaller --max_seq_length"
+        )
     reason = getattr(error, "strerror", None)
     if not reason:
         return " ".join(str(error).split())
@@ -77,32 +93,51 @@ def one_line(error: Exception) -> str:
     return f"{where}{reason}: check the path, its permissions and the free space"
 
 
+def check_place(given: str, real: Path) -> None:
+    """Refuse a place where no file can appear. real: `given` with its links followed."""
+    if not real.parent.is_dir():
+        raise ValueError(f"{given}: directory {real.parent} does not exist: create it first")
+    if real.exists() and not real.is_file():
+        what = "a directory" if real.is_dir() else "no ordinary file"
+        raise ValueError(f"{given} is {what}: give the name of a file")
+
+
 def check_output(flag: str, path: Path, inputs: list[Path]) -> None:
     """Refuse an output that cannot be written before the work is done, not after."""
     given, path = f"{flag} {path}", Path(os.path.realpath(path))
     try:
-        if path.is_dir():
-            raise ValueError(f"{given} is a directory: give the name of a file")
-        if not path.parent.is_dir():
-            raise ValueError(f"{given}: directory {path.parent} does not exist: create it first")
-        if path.exists() and not path.is_file():
-            raise ValueError(f"{given} is no ordinary file: give the name of a file to write")
+        check_place(given, path)
         if any(path.exists() and other.exists() and path.samefile(other) for other in inputs):
-            raise ValueError(
-                f"{given} is an input of this run and would be overwritten: choose another name"
-            )
+            raise ValueError(f"{given} is an input of this run: choose another name")
         probe = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         probe.touch()
         probe.unlink()
     except OSError as error:
-        raise ValueError(
-            f"{given} cannot be written ({error.strerror}): choose a place that can"
-        ) from None
+        fault = f"{given} cannot be written ({error.strerror})"
+        raise ValueError(f"{fault}: choose a place that can") from None
 
 
 def interrupt(number: int, frame: FrameType | None) -> NoReturn:
     """A signal that ends the process becomes Ctrl-C: what is half done is taken back."""
     raise KeyboardInterrupt(number)
+
+
+def tell_importing(kind: type, error: BaseException, at: TracebackType | None) -> None:
+    """A hook for what ends the imports of a command."""
+    if not is_out_of_memory(error):
+        return sys.__excepthook__(kind, error, at)
+    print(f"error: {one_line(error)}", file=sys.stderr, flush=True)
+    os._exit(2)
+
+
+def guard_imports() -> None:
+    """A command's own imports take seconds: let Ctrl-C and too little memory end them in a line."""
+    sys.excepthook = tell_importing
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+        signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if 0 <= limit < 10**9:  # libraries that torch imports would end this in an abort
+        raise MemoryError(f"the limit is {limit / 1e9:.2f} GB, and torch alone needs 1 GB")
 
 
 def run(main: Callable[[], int]) -> NoReturn:
@@ -111,19 +146,20 @@ def run(main: Callable[[], int]) -> NoReturn:
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) == signal.SIG_DFL:  # nohup ignores one
             signal.signal(number, interrupt)
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         code = main()
         sys.stdout.flush()
-    except (ValueError, OSError) as error:
+    except Exception as error:
+        known = isinstance(error, ValueError | OSError | FloatingPointError)
+        if not (known or is_out_of_memory(error)):
+            raise
         abandon_stdout()
         if isinstance(error, BrokenPipeError):  # the reader left, as in `| head`
             sys.exit(0)
         note(f"error: {one_line(error)}")
-        code = 2
-    except FloatingPointError as error:
-        abandon_stdout()
-        note(f"error: {one_line(error)}")
-        code = 1
+        code = 1 if isinstance(error, FloatingPointError) else 2
     except KeyboardInterrupt as error:
         note("")
         code = 128 + (error.args[0] if error.args else signal.SIGINT)

@@ -1,6 +1,6 @@
 """A conversation: turns that follow each other, as far as the context holds them."""
 
-from talon.text import Engine, TextGeneration, check_text, message
+from talon.text import Engine, TextGeneration
 
 
 class Conversation:
@@ -17,7 +17,6 @@ class Conversation:
 
     def prompt(self, line: str) -> list[int]:
         """The ids of all turns with `line` behind them."""
-        check_text("the line", line)
         self.kept = self.turns
         ids = self.with_turns(line)
         while self.kept and len(ids) > self.limit:
@@ -28,13 +27,14 @@ class Conversation:
 
     def with_turns(self, line: str) -> list[int]:
         if self.chat:
-            last = message("user", line.rstrip("\n"))
-            return self.engine.encode([*self.opening, *self.kept, last])
+            asked = {"role": "user", "content": line.rstrip("\n")}
+            return self.engine.encode([*self.opening, *self.kept, asked])
         return self.kept + self.engine.tokenizer.encode(line, add_bos=not self.turns)
 
     def add(self, line: str, text: TextGeneration) -> bool:
         """The line was answered. True if something fell away for it."""
         lost = len(self.kept) < len(self.turns)
-        said = [message("user", line.rstrip("\n")), message("assistant", text.text)]
+        asked = {"role": "user", "content": line.rstrip("\n")}
+        said = [asked, {"role": "assistant", "content": text.text}]
         self.turns = self.kept + said if self.chat else text.generation.ids + text.tokens
         return lost

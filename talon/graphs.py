@@ -4,11 +4,16 @@ Regions, not the whole model, are compiled: a transformer block serves all layer
 levels. On a GPU the pieces of a round are then captured together in one CUDA graph. Leaves out:
 what a round consists of (talon/decoder.py)."""
 
+import functools
 import gc
+import os
+import struct
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from inspect import signature
+from pathlib import Path
 from types import FunctionType
 
 import torch
@@ -44,16 +49,53 @@ INDUCTOR_OPTIONS = {
 
 
 def compile_region(function: Callable) -> Callable:
-    """One compilation per shape; the length bucket is dynamic, and there is never a fallback to
-    eager inside a region. Tuning and measuring run many trees in one process, so many shapes are no
-    sign of a mistake here."""
+    """One compilation per shape, and never a fallback to eager inside a region. Tuning and
+    measuring run many trees in one process, so many shapes are no sign of a mistake here.
+    ValueError, when it is called, where nothing can be compiled."""
+    from torch._dynamo.exc import TorchDynamoException
+
+    remove_broken_libraries()
     # Compiled code is kept per code object and found by trying one after another: a copy of its own
     # keeps a decoder from searching through what other decoders of the process compiled.
     own = FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
     # An argument of torch.compile in newer releases only.
     torch._dynamo.config.recompile_limit = 256
     # torch.compile takes entries out of the options that it is given, hence a dict of its own.
-    return torch.compile(own, fullgraph=True, dynamic=False, options=dict(INDUCTOR_OPTIONS))
+    compiled = torch.compile(own, fullgraph=True, dynamic=False, options=dict(INDUCTOR_OPTIONS))
+
+    def run(*arguments: object) -> object:
+        try:
+            return compiled(*arguments)
+        except (TorchDynamoException, OSError) as error:
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+            raise ValueError(
+                f"torch.compile does not work here ({lines[0]}): it needs a C++ compiler such as "
+                "g++ (CXX names another one), and on a GPU Triton too: install it, or run with "
+                f"--no_compile; delete the cache {cache} if it is damaged"
+            ) from error
+
+    return run
+
+
+@functools.cache
+def remove_broken_libraries() -> None:
+    """Remove what a compiler that was killed left cut short in torch's cache, whose place torch
+    puts into the environment: it would be loaded, which crashes."""
+    from filelock import FileLock, Timeout
+    from torch._inductor.codecache import cache_dir, get_lock_dir
+
+    for library in Path(cache_dir()).glob("*/*.so"):
+        with library.open("rb") as file:
+            head = file.read(64)
+        if len(head) == 64 and not head.startswith(b"\x7fELF"):
+            continue
+        # An ELF file has a table of sections at its end.
+        start, size, count = struct.unpack("<40xQ10xHH2x", head.ljust(64, b"\xff"))
+        if library.stat().st_size < start + size * count:
+            lock = Path(get_lock_dir(), f"{library.name.partition('.')[0]}.lock")
+            with suppress(Timeout), FileLock(lock, timeout=0):  # locked: it is being compiled
+                library.unlink(missing_ok=True)
 
 
 def as_it_is(function: Callable) -> Callable:
@@ -65,8 +107,7 @@ Events = list[tuple[str, torch.cuda.Event]]
 
 
 class PhaseClock:
-    """Seconds per phase of a round. On a GPU the marks are events inside the graph, read after its
-    replay."""
+    """Seconds per phase of a round; on a GPU by events inside the graph, read after its replay."""
 
     def __init__(self, device: torch.device) -> None:
         self.on_gpu = device.type == "cuda"
@@ -94,8 +135,7 @@ class PhaseClock:
         self.last = now
 
     def read(self, events: Events, rounds: int) -> None:
-        """Let the last replay of a graph, which must have finished, stand for `rounds` of them: to
-        read each would wait."""
+        """Let the last replay of a graph, by now finished, stand for all: reading each waits."""
         for (_, before), (phase, after) in zip(events, events[1:], strict=False):
             self.seconds[phase] += rounds * before.elapsed_time(after) / 1e3
 

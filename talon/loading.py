@@ -52,8 +52,7 @@ def make_ready(gpu: torch.device) -> None:
 
 
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:
-    """auto: fp32 on a CPU, where it is exact and not slower; on a GPU bf16, or fp16 where bf16 is
-    emulated."""
+    """auto: on a CPU fp32, which is not slower; on a GPU bf16, or fp16 where bf16 is emulated."""
     if name not in ("auto", *DTYPES):
         raise ValueError(f"dtype {name!r} is not known: give auto, {', '.join(DTYPES)}")
     if name != "auto":
@@ -153,6 +152,13 @@ def find_tokenizer(directory: Path, config: ModelConfig) -> Tokenizer | None:
 # ---------------------------------------------------------------- modules
 
 
+def loaded_dtype(file: Checkpoint, name: str, dtype: torch.dtype) -> torch.dtype:
+    """Of a tensor once loaded: what is quantised stays as it is stored, for packing to change."""
+    quantized = name.rpartition(".")[0] in (file.quantization or {}).get("layers", {})
+    stored = file.specs[name].dtype
+    return dtype if stored.is_floating_point and not quantized else stored
+
+
 def fill(
     module: nn.Module,
     checkpoint: Checkpoint,
@@ -160,24 +166,20 @@ def fill(
     dtype: torch.dtype,
     prefix: str = "",
 ) -> None:
-    """Give every parameter of a module on the meta device its tensor: each exactly one of those
-    under `prefix`, none left over."""
+    """Give every parameter of a module on the meta device its tensor: each of those under `prefix`
+    goes to exactly one."""
     wanted = {prefix + name: tuple(t.shape) for name, t in module.state_dict().items()}
     found = {n: spec.shape for n, spec in checkpoint.specs.items() if n.startswith(prefix)}
     for name in sorted(wanted.keys() | found.keys()):
         if wanted.get(name) != found.get(name):
             raise ValueError(
-                f"{checkpoint.path} does not match its own configuration ({name} is "
-                f"{found.get(name, 'missing')} in the file, {wanted.get(name, 'unused')} by the "
-                "configuration): convert it again"
+                f"{checkpoint.path} does not match its configuration ({name}: "
+                f"{found.get(name, 'missing')}, not {wanted.get(name, 'unused')}): convert it again"
             )
-    # A quantised layer's numbers stay as they are stored; packing gives them the device's form.
-    quantized = tuple(f"{layer}." for layer in (checkpoint.quantization or {}).get("layers", {}))
     state = {}
     for name in wanted:
-        tensor = checkpoint.tensor(name)
-        cast = tensor.is_floating_point() and not name.startswith(quantized)
-        state[name.removeprefix(prefix)] = tensor.to(device, dtype if cast else tensor.dtype)
+        stored = checkpoint.tensor(name)
+        state[name.removeprefix(prefix)] = stored.to(device, loaded_dtype(checkpoint, name, dtype))
     module.load_state_dict(state, strict=True, assign=True)
     module.requires_grad_(False).eval()
 
@@ -198,8 +200,7 @@ def empty_module(
 def load_target(
     files: Files, device: torch.device, dtype: torch.dtype, pack_for: torch.device | None = None
 ) -> Transformer:
-    """The model of a target file, its operators those of the device, or of another one that it will
-    be moved to."""
+    """The model of a target file, its operators those of the device, or of the one it moves to."""
     config, checkpoint = files.config, files.target
     model = empty_module(Transformer, config, checkpoint)
     tied = config.tied and "output.weight" not in checkpoint.specs
@@ -226,9 +227,7 @@ def has_cpu_operators() -> bool:
 
 def choose_operators(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
     """Let a module's linear layers and attention run by what `device` has for a few rows; dtype is
-    that of the activations. In place; what has been done is not done again.
-
-    No other place rewires modules."""
+    that of the activations. In place, and the only place that rewires modules."""
     for layer in module.modules():
         if hasattr(layer, "pack"):  # a quantised one
             layer.pack(device, dtype)
@@ -243,8 +242,7 @@ def choose_operators(module: nn.Module, device: torch.device, dtype: torch.dtype
 
 
 def fit_head(path: str | Path, head: DraftConfig, target: ModelConfig) -> DraftConfig:
-    """The head's configuration with its feature layers resolved, refused if it cannot belong to
-    this target."""
+    """The head's configuration with its feature layers resolved, if it fits this target."""
     hidden = head.dim if head.family == "eagle1" else head.target_dim
     for what, mine, theirs in (
         ("hidden size", hidden, target.dim),
@@ -264,9 +262,7 @@ def fit_head(path: str | Path, head: DraftConfig, target: ModelConfig) -> DraftC
         return head
     layers = head.feature_layers or default_feature_layers(target.n_layer)
     if min(layers) < 0 or max(layers) > target.n_layer:
-        raise ValueError(
-            f"{path} reads layers {list(layers)}, but this target has only {target.n_layer}"
-        )
+        raise ValueError(f"{path} reads layers {list(layers)}, this target has {target.n_layer}")
     return replace(head, feature_layers=layers)
 
 
@@ -278,9 +274,7 @@ def load_head(
     head = empty_module(DraftHead, config, checkpoint)
     identity = "d2t" not in checkpoint.specs
     if identity and config.draft_vocab_size != config.vocab_size:
-        raise ValueError(
-            f"{checkpoint.path}: a reduced draft vocabulary needs d2t: convert the head again"
-        )
+        raise ValueError(f"{checkpoint.path} has no d2t, which it needs: convert the head again")
     if identity:
         del head.d2t
     fill(head, checkpoint, device, dtype)
@@ -289,9 +283,7 @@ def load_head(
         head.register_buffer("d2t", zeros)
     ids = head.target_ids
     if int(ids.min()) < 0 or int(ids.max()) >= config.vocab_size:
-        raise ValueError(
-            f"{checkpoint.path}: d2t leads outside the vocabulary of {config.vocab_size}"
-        )
+        raise ValueError(f"{checkpoint.path}: d2t leads outside the vocabulary: convert it again")
     if not config.own_embedding:
         head.tok_embeddings = model.tok_embeddings
     if not config.own_output:
@@ -329,22 +321,16 @@ def head_card(c: DraftConfig) -> str:
 
 
 def fit_tree(asked: Tree | None, head: DraftConfig | None) -> Tree:
-    """The tree to use, refused where the head cannot fill it. None, which is `--tree auto`, takes
-    the preset of the head's family."""
+    """The tree to use, if the head can fill it; for None, `--tree auto`, its family's preset."""
     if head is None:
         tree = asked or NO_TREE
         if tree.needs_head:
-            raise ValueError(
-                f"tree {tree.name!r} needs a head: give --draft_checkpoint_path, or --tree none or "
-                "lookup:5"
-            )
+            needs = f"tree {tree.name!r} needs a head"
+            raise ValueError(f"{needs}: give --draft_checkpoint_path, or --tree none or lookup:5")
         return tree
     tree = asked or parse_tree(PRESETS[head.family])
     if tree.levels > 64 or tree.nodes > 1024:
-        raise ValueError(
-            f"tree {tree.name} has {tree.nodes} nodes and {tree.levels} levels: give 1024 and 64 "
-            "at most"
-        )
+        raise ValueError(f"tree {tree.name} is too large: give 1024 nodes and 64 levels at most")
     size = head.draft_vocab_size
     if tree.top_k > size:
         raise ValueError(

@@ -1,5 +1,8 @@
 """The memory plan: what decoding will hold, from the files' headers alone, and what there is."""
 
+import math
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,7 +11,7 @@ import torch
 from model import ModelConfig
 from talon.checkpoint import Checkpoint
 from talon.decoder import PREFILL_CHUNK
-from talon.loading import Files
+from talon.loading import Files, loaded_dtype
 from talon.trees import Tree, bucket_widths
 
 GRAPH_BYTES = 10**7  # of a captured round by itself: about 900 kernels of 10 KB each (estimated)
@@ -36,8 +39,7 @@ class MemoryPlan:
             f"this needs {gigabytes(self.total)} (target {gigabytes(self.target)}, head "
             f"{gigabytes(self.head)}, caches {gigabytes(self.caches)}, workspace "
             f"{gigabytes(self.workspace + self.graphs)}) but the device has "
-            f"{gigabytes(self.available)} free: quantise with quantize.py --mode int8 or int4, or "
-            "lower --max_seq_length"
+            f"{gigabytes(self.available)} free: quantise (quantize.py), or lower --max_seq_length"
         )
 
 
@@ -53,7 +55,7 @@ def plan_memory(
     device: torch.device,
     available: int | None,
 ) -> MemoryPlan:
-    """What decoding will need, from the files' headers alone."""
+    """What decoding will need."""
     c, d, chunk = files.config, files.head_config, PREFILL_CHUNK[device.type]
     rows = tree.cache_rows(max_seq_length, chunk)
     slot = c.n_layer * c.n_kv_head * c.head_dim + (d.n_kv_head * d.head_dim if d else 0)
@@ -68,17 +70,12 @@ def plan_memory(
 
 
 def loaded_bytes(checkpoint: Checkpoint | None, dtype: torch.dtype) -> int:
-    """Bytes of a file's tensors once loaded: floating point ones outside quantised layers in the
-    compute dtype."""
-    if checkpoint is None:
-        return 0
-    quantized = tuple(f"{layer}." for layer in (checkpoint.quantization or {}).get("layers", {}))
-    total = 0
-    for name, spec in checkpoint.specs.items():
-        cast = spec.dtype.is_floating_point and not name.startswith(quantized)
-        size = dtype.itemsize if cast else spec.dtype.itemsize
-        total += size * torch.Size(spec.shape).numel()
-    return total
+    """Bytes of a file's tensors once loaded."""
+    specs = checkpoint.specs if checkpoint else {}
+    return sum(
+        loaded_dtype(checkpoint, name, dtype).itemsize * math.prod(spec.shape)
+        for name, spec in specs.items()
+    )
 
 
 def forward_bytes(c: ModelConfig, tokens: int, choices: int, rows: int, dtype: torch.dtype) -> int:
@@ -89,13 +86,37 @@ def forward_bytes(c: ModelConfig, tokens: int, choices: int, rows: int, dtype: t
     return scores + states + logits
 
 
-def available_memory(device: torch.device) -> int | None:
+CGROUP_FILES = (  # of version 2 and 1: the limit, what is in use, how its statistics are named
+    ("sys/fs/cgroup", "memory.max", "memory.current", "{}_file"),
+    ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_{}_file"),
+)
+
+
+def numbers_in(path: Path) -> dict[str, int]:
+    """`name 1` or `name: 1 kB` a line of a file of the kernel; one number alone is named ''."""
+    text = path.read_text(encoding="ascii") if path.is_file() else ""
+    found = re.findall(r"^(?:(\w+):?\s+)?(\d+)(?: kB)?$", text, re.MULTILINE)
+    return {name: int(number) for name, number in found}
+
+
+def cgroup_memory(root: Path) -> Iterator[int]:
+    """What each limit around this process leaves, as a container has one. The system drops cached
+    files where memory is wanted."""
+    groups = root / "proc/self/cgroup"
+    lines = groups.read_text().splitlines() if groups.is_file() else []
+    paths = {Path(line.split(":", 2)[2]).relative_to("/") for line in lines}
+    for group in {parent for path in paths for parent in (path, *path.parents)}:
+        for folder, limit, used, cached in CGROUP_FILES:
+            folder = root / folder / group
+            if most := numbers_in(folder / limit).get(""):
+                stat = numbers_in(folder / "memory.stat")
+                files = sum(stat.get(cached.format(kind), 0) for kind in ("active", "inactive"))
+                yield max(0, most - numbers_in(folder / used).get("", 0) + files)
+
+
+def available_memory(device: torch.device, root: Path = Path("/")) -> int | None:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    try:
-        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return None
+    machine = numbers_in(root / "proc/meminfo").get("MemAvailable")
+    left = [1024 * machine] if machine else []
+    return min([*left, *cgroup_memory(root)], default=None)

@@ -2,9 +2,7 @@
 
 One JSON object a line: `turns`, a list of user messages of which the first is used, or `prompt`,
 one message; `question_id` and `category` where the set has them. What `--tree auto` is tuned on is
-never what the benchmark measures by itself.
-
-Leaves out: what is measured with them (benchmark.py, talon/tuning, train_draft.py)."""
+never what the benchmark measures by itself. Leaves out: what is measured with them."""
 
 import json
 from collections.abc import Iterator
@@ -38,12 +36,10 @@ def json_lines(path: Path) -> Iterator[tuple[int, dict, str]]:
         if not line.strip():
             continue
         try:
-            value = json.loads(line)
+            value, problem = json.loads(line), "not a JSON object"
         except (ValueError, RecursionError) as error:
-            yield number, {}, f"not JSON ({error})"
-        else:
-            is_object = isinstance(value, dict)
-            yield number, value if is_object else {}, "" if is_object else "not a JSON object"
+            value, problem = None, f"not JSON ({error})"
+        yield (number, value, "") if isinstance(value, dict) else (number, {}, problem)
 
 
 def read_lines(path: Path) -> list[dict]:
@@ -68,9 +64,7 @@ def read_questions(path: Path) -> tuple[list[Question], list[str]]:
             text = row["turns"][0] if "turns" in row else row["prompt"]
             questions.append(Question(number, name, category, text))
     if not questions and not problems:
-        raise ValueError(
-            f"question file {path} is empty: give one JSON object a line, with `turns`"
-        )
+        raise ValueError(f"{path} is empty: give one JSON object a line, with `turns`")
     return questions, problems
 
 

@@ -1,8 +1,7 @@
 """What a generation did, measured: the record behind --json and the line for people.
 
 Decode speed counts decoding alone: no loading, no compiling, no prefill. Bandwidth counts the bytes
-that a round has to read, weights and cached rows, over its time: to be held against what reading
-alone reaches on the machine."""
+that a round has to read, weights and cached rows, over its time."""
 
 import json
 import platform
@@ -32,17 +31,14 @@ def compilations() -> int:
 
 
 def bytes_per_round(decoder: Decoder, committed: float) -> float:
-    """Weights and cached keys and values that one round reads: the target once, the head once per
-    level and once to catch up."""
+    """Weights and cached rows that one round reads: the target's once, the head's once a level."""
     model, tree = decoder.model, decoder.tree
     weights = sum(module_bytes(module) for module in (model.layers, model.output))
-    row = decoder.cache.data[:, :, :, 0].numel() * decoder.cache.data.itemsize
-    total = weights + committed * row
+    total = weights + committed * decoder.cache.data[:, :, :, 0].nbytes
     if decoder.drafter.stage is not None:
         head, cache, *_ = decoder.drafter.stage
-        row = cache.data[:, :, :, 0].numel() * cache.data.itemsize
-        layer = sum(module_bytes(module) for module in (head.fc, head.layer))
-        total += tree.levels * (layer + module_bytes(head.output) + committed * row)
+        weights = sum(module_bytes(module) for module in (head.fc, head.layer, head.output))
+        total += tree.levels * (weights + committed * cache.data[:, :, :, 0].nbytes)
     return total
 
 
@@ -53,8 +49,7 @@ def moved_bytes(run: Generation) -> float:
 
 
 def module_bytes(module: nn.Module) -> int:
-    tensors = [*module.parameters(), *module.buffers()]
-    return sum(tensor.numel() * tensor.itemsize for tensor in tensors)
+    return sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
 
 
 def sample_record(run: Generation, text: str | None) -> dict:
@@ -102,13 +97,9 @@ def describe(record: dict, drafting: bool) -> str:
 def project_commit() -> str | None:
     """The commit of this checkout, with "-dirty" where files differ from it; None elsewhere."""
     try:
-        result = subprocess.run(
-            ["git", "describe", "--always", "--exclude=*", "--abbrev=40", "--dirty"],
-            cwd=Path(__file__).parent,
-            capture_output=True,
-            text=True,
-            timeout=5,
-        )
+        command = ["git", "describe", "--always", "--exclude=*", "--abbrev=40", "--dirty"]
+        where = Path(__file__).parent
+        result = subprocess.run(command, cwd=where, capture_output=True, text=True, timeout=5)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return result.stdout.strip() if result.returncode == 0 else None
@@ -117,13 +108,10 @@ def project_commit() -> str | None:
 def write_json(path: str, value: dict) -> None:
     from talon.writing import atomic_file  # seldom needed
 
+    text = json.dumps(value, indent=1, ensure_ascii=False) + "\n"
     with atomic_file(Path(path)) as file:
         # A file name from the shell may hold bytes that are no text: JSON has an escape for them.
-        file.write(
-            (json.dumps(value, indent=1, ensure_ascii=False) + "\n").encode(
-                errors="backslashreplace"
-            )
-        )
+        file.write(text.encode(errors="backslashreplace"))
 
 
 def markdown_table(lines: list[list[str]]) -> str:

@@ -1,8 +1,7 @@
 """Other people's JSON files, read with types: every wrong value is refused by its file and key.
 
 Here are the settings next to a vocabulary; what config.json says is read in talon/formats. Leaves
-out: the vocabulary itself (tokenizer.py).
-"""
+out: the vocabulary itself (tokenizer.py)."""
 
 import json
 import os
@@ -119,10 +118,8 @@ def read_tokenizer_config(directory: Path) -> TokenizerConfig:
     config = Settings.read(directory / "tokenizer_config.json", optional=True)
     older = Settings.read(directory / "special_tokens_map.json", optional=True)
     # An empty string states as little as null does.
-    stated = [
-        pair for s in (older, config) for pair in s.values.items() if pair[1] not in (None, "")
-    ]
-    both = Settings(dict(stated), f"{config.where} or special_tokens_map.json")
+    stated = [{k: v for k, v in s.values.items() if v not in (None, "")} for s in (older, config)]
+    both = Settings(stated[0] | stated[1], f"{config.where} or special_tokens_map.json")
     names = ("bos_token", "eos_token", "unk_token", "pad_token")
     named = {name: content_of(both, name) for name in names if name in both}
     extra = both.numbered("additional_special_tokens")

@@ -1,5 +1,4 @@
-"""Text in, text out: a loaded target with its decoder and tokenizer, for programs and for the
-command line.
+"""Text in, text out: a loaded target with its decoder and tokenizer.
 
     from generate import load  # or from talon.text
 
@@ -11,7 +10,6 @@ Leaves out: how a round works (talon/decoder.py), how a file becomes a module (t
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,7 +31,7 @@ from talon.loading import (
 )
 from talon.memory import available_memory, plan_memory
 from talon.sampling import GREEDY, SamplingConfig
-from talon.tokenizer import StreamDecoder, Tokenizer, is_text
+from talon.tokenizer import StreamDecoder, Tokenizer
 from talon.trees import Tree, parse_tree
 
 Prompt = str | list[dict] | list[int]  # a text, chat messages ({"role", "content"}), or token ids
@@ -44,33 +42,17 @@ def encode(tokenizer: Tokenizer | None, prompt: Prompt) -> list[int]:
     if isinstance(prompt, list | tuple) and all(isinstance(token, int) for token in prompt):
         return list(prompt)
     if tokenizer is None:
-        raise ValueError(
-            "there is no tokenizer next to the checkpoint: copy one there, or give the prompt as "
-            "ids"
-        )
+        raise ValueError("no tokenizer next to the checkpoint: copy one there, or give ids")
     if isinstance(prompt, str):
-        check_text("the prompt", prompt)
         return tokenizer.encode(prompt)
     if not isinstance(prompt, list) or not all(
         isinstance(m, dict) and {"role", "content"} <= m.keys() for m in prompt
     ):
         raise ValueError(
-            "the prompt is neither a text, nor a list of token ids, nor a list of chat messages: "
-            'give one of them, such as [{"role": "user", "content": "Hello"}]'
+            "the prompt is not allowed: give a text, a list of token ids, or a list of chat "
+            'messages such as {"role": "user", "content": "Hello"}'
         )
-    for message in prompt:
-        check_text("a message", str(message["content"]))
     return tokenizer.encode_chat(prompt)
-
-
-def message(role: str, content: str) -> dict:
-    return {"role": role, "content": content}
-
-
-def check_text(what: str, text: str) -> None:
-    """Bytes that are no text come from the shell as lone surrogates, which no tokenizer takes."""
-    if not is_text(text):
-        raise ValueError(f"{what} holds bytes that are not UTF-8: give UTF-8 text")
 
 
 def check_ends(max_new_tokens: int, stop: tuple[str, ...]) -> None:
@@ -78,26 +60,6 @@ def check_ends(max_new_tokens: int, stop: tuple[str, ...]) -> None:
         raise ValueError(f"max_new_tokens {max_new_tokens} is not allowed: give a count >= 0")
     if any(not text for text in stop):
         raise ValueError("an empty stop text would end everything: give at least one character")
-
-
-@contextmanager
-def compiler_errors() -> Iterator[None]:
-    """What torch.compile lacks on this machine is the user's to mend: one line instead of its
-    traceback."""
-    try:
-        yield
-    except Exception as error:
-        from torch._dynamo.exc import TorchDynamoException  # its import may already fail
-
-        if not isinstance(error, (TorchDynamoException, OSError)):
-            raise
-        lines = (line.strip() for line in str(error).splitlines())
-        reason = next(filter(None, lines), type(error).__name__)
-        raise ValueError(
-            f"torch.compile does not work here ({reason}): it needs a C++ compiler such as g++ "
-            "(CXX names another one), and on a GPU Triton too: install it, or run with "
-            "--no_compile"
-        ) from error
 
 
 class Engine:
@@ -116,8 +78,7 @@ class Engine:
 
     def warm_up(self, sampling: SamplingConfig) -> float:
         """Compile now what the first generation would compile. Returns seconds."""
-        with compiler_errors():
-            return self.decoder.warm_up(sampling)
+        return self.decoder.warm_up(sampling)
 
     def generate(
         self,
@@ -128,9 +89,8 @@ class Engine:
         ignore_eos: bool = False,
         **sampling: float,
     ) -> "TextGeneration":
-        """Start a generation. Iterate over it for the pieces of text; its fields hold ids and
-        measurements. sampling: temperature, top_k, top_p and seed, as in SamplingConfig. Raises
-        ValueError for a value that is not allowed."""
+        """Start a generation: iterate over it for the pieces of text; its fields hold ids and
+        measurements. sampling: temperature, top_k, top_p and seed, as in SamplingConfig."""
         stop = (stop,) if isinstance(stop, str) else tuple(stop)
         check_ends(max_new_tokens, stop)
         stop_ids = frozenset() if ignore_eos else self.eos_ids
@@ -148,35 +108,28 @@ class TextGeneration:
         self.stream = StreamDecoder(engine.tokenizer) if engine.tokenizer else None
         self.held = ""  # text that may turn out to be the beginning of a stop text
         self.text = ""
-        self.pieces = self.decode()
+        # The piece of every token, perhaps empty, and whether a draft guessed the token.
+        self.marked = self.decode()
 
     @property
     def tokens(self) -> list[int]:
         return self.generation.tokens
 
-    def marked(self) -> Iterator[tuple[str, bool]]:
-        """The piece of every token, perhaps empty, with the mark whether a draft guessed the token.
-        Iterating again goes on."""
-        return self.pieces
-
     def __iter__(self) -> Iterator[str]:
-        for piece, _ in self.pieces:
-            if piece:
-                yield piece
+        return (piece for piece, _ in self.marked if piece)
 
     def decode(self) -> Iterator[tuple[str, bool]]:
         generation = self.generation
         self.engine.current = self
-        with compiler_errors():
-            for token, drafted in generation:
-                piece = self.piece_of(token)
-                self.text += piece
-                yield piece, drafted
-                if self.engine.current is not self and generation.stop_reason is None:
-                    raise ValueError(
-                        "another generation began on this engine before this one ended: take one "
-                        "at a time, or load a second engine"
-                    )
+        for token, drafted in generation:
+            piece = self.piece_of(token)
+            self.text += piece
+            yield piece, drafted
+            if self.engine.current is not self and generation.stop_reason is None:
+                raise ValueError(
+                    "another generation began on this engine before this one ended: take one at a "
+                    "time, or load a second engine"
+                )
         if self.stream and generation.stop_reason != "stop":
             if piece := self.held + self.stream.flush():
                 self.text += piece
@@ -205,28 +158,24 @@ class TextGeneration:
 def split_stops(
     tokenizer: Tokenizer | None, stop: tuple[str, ...]
 ) -> tuple[frozenset[int], tuple[str, ...]]:
-    """The stop texts that are special tokens, by their ids, for they are never seen in a text; and
-    the others."""
-    if not stop:
-        return frozenset(), ()
-    if tokenizer is None:
+    """The ids of stop texts that are special tokens, never seen in a text; and the other ones."""
+    if stop and tokenizer is None:
         raise ValueError("stop texts need a tokenizer: copy one next to the checkpoint")
     ids = {text: tokenizer.special_id(text) for text in stop}
     texts = tuple(text for text, special in ids.items() if special is None)
     for text in texts:
         if tokenizer.holds_special(text):
             raise ValueError(
-                f"stop text {text!r} holds a special token next to other text, which is never "
-                "seen together: give the special token alone"
+                f"stop text {text!r} holds a special token next to other text, never seen "
+                "together: give the special token alone"
             )
     return frozenset(ids.values()) - {None}, texts
 
 
 def overlap(text: str, stop: str) -> int:
     """Length of the longest end of `text` that is a beginning of `stop`."""
-    return next(
-        (n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0
-    )
+    lengths = range(min(len(text), len(stop) - 1), 0, -1)
+    return next((n for n in lengths if text.endswith(stop[:n])), 0)
 
 
 # ---------------------------------------------------------------- loading
@@ -245,13 +194,10 @@ class Options:
     sampling: SamplingConfig = GREEDY  # what it is tuned for
 
 
-def read_options(
-    tree: str, device: str, dtype: str, max_seq_length: int | None, compile: bool, **tuning: object
-) -> Options:
+def read_options(tree: str, device: str, dtype: str, **more: object) -> Options:
     """Options from what a command line gives."""
-    where = pick_device(device)
-    shape = None if tree == "auto" else parse_tree(tree)
-    return Options(where, pick_dtype(dtype, where), shape, max_seq_length, compile, **tuning)
+    where, parsed = pick_device(device), None if tree == "auto" else parse_tree(tree)
+    return Options(where, pick_dtype(dtype, where), parsed, **more)
 
 
 def load(
@@ -266,13 +212,12 @@ def load(
     tune: str = "stored",
     sampling: SamplingConfig = GREEDY,
 ) -> Engine:
-    """Load a target, and a head if one is given, and make the decoder. Raises ValueError or OSError
-    for the user.
+    """Load a target, perhaps with a head, and make the decoder. ValueError or OSError for the user.
 
     tune says what tree `auto` does for this head and `sampling` where nothing was measured before:
     stored (the preset of the head's family) | measure."""
-    more = {"tune": tune, "sampling": sampling}
-    options = read_options(tree, device, dtype, max_seq_length, compile, **more)
+    more = {"max_seq_length": max_seq_length, "compile": compile, "tune": tune}
+    options = read_options(tree, device, dtype, sampling=sampling, **more)
     return load_files(open_files(checkpoint_path, draft_checkpoint_path), options)
 
 

@@ -1,9 +1,8 @@
 """Text to token ids and back: two tokenizer formats behind one face, chat templates, streaming.
 
 Reads the files next to a checkpoint (TOKENIZER_FILES): tokenizer.json, the first choice, being the
-form Hugging Face runs, or sentencepiece's tokenizer.model, with the settings around them where
-present. Ids are those Hugging Face gives. Leaves out: tiktoken files (LLaMA-3 ships tokenizer.json
-as well), batches, the place of a token in its text, and Hugging Face's
+form Hugging Face runs, or sentencepiece's tokenizer.model. Ids are those Hugging Face gives. Leaves
+out: tiktoken files (LLaMA-3 ships tokenizer.json as well), batches, and Hugging Face's
 `clean_up_tokenization_spaces`, which rewrites text that a stream has already shown.
 
     python -c "from talon.tokenizer import *; print(load_tokenizer('DIR').encode('Hello'))"
@@ -32,21 +31,13 @@ from talon.settings import TokenizerConfig, read_text, read_tokenizer_config
 
 # Either of these is a whole vocabulary; the first that is there counts.
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model")
-
-TOKENIZER_FILES = (
-    *VOCABULARY_FILES,
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-)
+SETTINGS_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+TOKENIZER_FILES = (*VOCABULARY_FILES, *SETTINGS_FILES, "chat_template.jinja")
 
 # How sentencepiece writes a space.
 SPACE = "\u2581"
-
 # Appended to a sentencepiece model: normalizer_spec { add_dummy_prefix: false }.
 NO_DUMMY_PREFIX = b"\x1a\x02\x18\x00"
-
 # What the error handler "surrogateescape" makes of a bad byte.
 BAD_BYTE = re.compile("[\udc80-\udcff]")
 
@@ -83,19 +74,17 @@ class JsonFile:
                 continue
             self.model.add_tokens([token])
             if (got := self.token_id(token.content)) != i:
-                raise ValueError(
-                    f"{path} gives {token.content!r} the id {got}, the files next to it {i}; "
-                    "take all files from one release"
-                )
+                given = f"{path} gives {token.content!r} the id {got}, the files next to it {i}"
+                raise ValueError(f"{given}; take all files from one release")
         for name in config.special:
             if name not in known and self.token_id(name) is not None:
                 self.model.add_special_tokens([name])
 
     def read_decoder(self, path: Path) -> None:
         """Learn how a token becomes text, to do it token by token; ValueError for unknown steps."""
-        state = {"type": "none"}
-        if self.model.decoder is not None:
-            state = json.loads(self.model.decoder.__getstate__())
+        decoder, state = self.model.decoder, {"type": "none"}
+        if decoder is not None:
+            state = json.loads(decoder.__getstate__())
         self.replacements: list[tuple[str, str]] = []
         self.alphabet: dict[str, int] = {}
         self.byte_fallback, self.before, self.strip = False, "", 0
@@ -161,10 +150,7 @@ class SentencePieceFile:
     def __init__(self, path: Path, config: TokenizerConfig) -> None:
         data = path.read_bytes()
         if re.match(rb"[A-Za-z0-9+/]+=* \d+\r?\n", data):
-            raise ValueError(
-                f"{path} is a tiktoken file, as LLaMA-3 has, which is not supported; "
-                "put that release's tokenizer.json next to it"
-            )
+            raise ValueError(f"{path} is a tiktoken file; put the release's tokenizer.json there")
         try:
             self.first = SentencePieceProcessor(model_proto=data)
             self.later = SentencePieceProcessor(model_proto=data + NO_DUMMY_PREFIX)
@@ -192,8 +178,12 @@ class SentencePieceFile:
         self.special = {i for i, token in tokens.items() if token.special}
         self.contents = {i: token.content for i, token in tokens.items()}
         self.ids = {content: i for i, content in self.contents.items()}
-        longest_first = sorted(tokens.values(), key=lambda token: -len(token.content))
-        self.pattern = re.compile("|".join(map(added_pattern, longest_first)))
+        # A token may swallow the white space around it.
+        patterns = [
+            r"\s*" * token.lstrip + f"({re.escape(token.content)})" + r"\s*" * token.rstrip
+            for token in sorted(tokens.values(), key=lambda token: -len(token.content))
+        ]
+        self.pattern = re.compile("|".join(patterns))
 
     def encode(self, text: str) -> list[int]:
         ids, start, model = [], 0, self.first
@@ -222,16 +212,9 @@ class SentencePieceFile:
         return piece.replace(SPACE, " ").encode()
 
 
-def added_pattern(token: AddedToken) -> str:
-    """Regular expression of one added token, which may swallow the white space around it."""
-    return r"\s*" * token.lstrip + f"({re.escape(token.content)})" + r"\s*" * token.rstrip
-
-
 def byte_level_alphabet() -> dict[str, int]:
-    """The byte behind each character of GPT-2's byte-level vocabularies.
-
-    Printable bytes stand for themselves; the others take the characters from U+0100 on, in order.
-    """
+    """The byte behind each character of GPT-2's byte-level vocabularies: printable bytes stand for
+    themselves, the others take the characters from U+0100 on, in order."""
     own = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in own]
     return {chr(b): b for b in own} | {chr(0x100 + n): b for n, b in enumerate(others)}
@@ -247,21 +230,16 @@ class GenerationTag(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def template_environment() -> ImmutableSandboxedEnvironment:
-    """The sandbox and the helpers that published chat templates are written against."""
+@cache
+def compile_template(template: str) -> jinja2.Template:
+    """A template with the sandbox and the helpers that published ones are written against."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, "jinja2.ext.loopcontrols"]
     )
     environment.filters["tojson"] = to_json
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda layout: datetime.now().strftime(layout)
-    return environment
-
-
-@cache
-def compile_template(template: str) -> jinja2.Template:
-    """A template that renders; training does so for every answer of its data."""
-    return template_environment().from_string(template)
+    return environment.from_string(template)
 
 
 def to_json(value: object, ensure_ascii: bool = False, **options: object) -> str:
@@ -291,16 +269,14 @@ class Tokenizer:
         bos = self.settings.named.get("bos_token")
         prefix = self.file.prefix() if bos is None else [self.token_id(bos)]
         if not prefix or None in prefix:
-            raise ValueError(
-                f"add_bos_token is true, but bos_token {bos!r} is not in the vocabulary; "
-                "correct either of them in tokenizer_config.json"
-            )
+            fault = f"bos_token {bos!r} is not in the vocabulary"
+            raise ValueError(f"{fault}; correct tokenizer_config.json, or its add_bos_token")
         return prefix
 
     def encode(self, text: str, add_bos: bool = True) -> list[int]:
         """Ids of `text`; BOS first if this tokenizer adds one and `text` does not begin with it."""
         if not is_text(text):
-            raise ValueError("a text holds half of a surrogate pair: give UTF-8 text")
+            raise ValueError("the text holds bytes that are not UTF-8: give UTF-8 text")
         ids = self.file.encode(text)
         if not add_bos or ids[: len(self.prefix)] == self.prefix:
             return ids
@@ -319,7 +295,7 @@ class Tokenizer:
         return token if token in self.file.special else None
 
     def holds_special(self, text: str) -> bool:
-        return any(token in self.file.special for token in self.file.encode(text))
+        return not self.file.special.isdisjoint(self.file.encode(text))
 
     @property
     def has_chat_template(self) -> bool:
@@ -331,19 +307,15 @@ class Tokenizer:
         template = self.settings.templates.get("default")
         if template is None:
             names = ", ".join(self.settings.templates) or "none"
-            raise ValueError(
-                f"no default chat template (there are: {names}); name one so, or leave templates "
-                "out (generate.py: --no_chat)"
-            )
+            named = f"no default chat template (there are: {names})"
+            raise ValueError(f"{named}; name one so, or leave it out (generate.py: --no_chat)")
         values = {"tools": None, "documents": None, "add_generation_prompt": True}
         values |= self.settings.named | (options or {})
         try:
             return compile_template(template).render(messages=messages, **values)
         except Exception as error:  # a template is a program: it may raise anything
-            raise ValueError(
-                f"the chat template refuses this conversation ({one_line(error)}); "
-                "change the conversation, or leave the template out (generate.py: --no_chat)"
-            ) from None
+            refusal = f"the chat template refuses this conversation ({one_line(error)})"
+            raise ValueError(f"{refusal}; change it (generate.py: --no_chat)") from None
 
     def encode_chat(self, messages: list[dict], options: dict | None = None) -> list[int]:
         """Ids of the rendered prompt. A template writes BOS itself where the model wants it."""
@@ -360,8 +332,7 @@ class StreamDecoder:
 
     A character appears once its last byte is there. Bytes that can no longer become one appear as
     U+FFFD: one for each broken-off character in a byte-level vocabulary, one for each byte in a
-    sentencepiece one, as those libraries count. The work per push depends only on the ids pushed.
-    """
+    sentencepiece one, as those libraries count. A push takes work for the ids pushed alone."""
 
     def __init__(self, tokenizer: Tokenizer, skip_special: bool = True) -> None:
         self.file = tokenizer.file

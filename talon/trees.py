@@ -1,8 +1,7 @@
 """Trees: what is grown and what is kept, without a tensor in it.
 
 A tree has a part that a head grows, chain, static or dynamic, and may have a chain of looked-up
-tokens below the same root. Leaves out: growing them (talon/drafters) and which one pays
-(talon/tuning/choice.py)."""
+tokens below the same root. Leaves out: growing them (talon/drafters)."""
 
 import json
 from dataclasses import dataclass, replace
@@ -11,8 +10,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Tree:
-    """What to grow and what to keep. `nodes` counts the root and all below it; `levels` every level
-    that a head drafts.
+    """What to grow and what to keep. `nodes` counts the root too; `levels` those a head drafts.
 
     Growing records candidates in one flat order: the root's `top_k` children, then for each further
     level the `top_k` children of each of its `beam` expanded nodes. Static trees (chains too) say
@@ -53,15 +51,10 @@ class Tree:
 
     def cache_rows(self, max_seq_length: int, chunk: int) -> int:
         """Rows of a KV cache: a tree or a padded chunk of the prompt may run past the last legal
-        position, which a round launched ahead passes by depth + 1 before it starts. Nothing past it
-        is ever kept. One row more than any length bucket: a bucket as long as the cache would
-        compile as a constant."""
+        position, which a round launched ahead passes by depth + 1 before it starts."""
+        # One row more than any length bucket: one as long as the cache would compile as a constant.
         longest = max_seq_length + max(chunk, self.reach) + self.depth + 1
         return longest + -longest % 64 + 1
-
-    def without_lookup(self) -> "Tree":
-        """The part that the head grows."""
-        return replace(self, name=self.name.partition("+lookup:")[0], nodes=self.grown, lookup=0)
 
     @property
     def draft_slots(self) -> int:
@@ -103,18 +96,14 @@ def static_tree(paths: list[list[int]], name: str) -> Tree:
     """A fixed tree from the rank paths of its nodes; every prefix of a path must be a path too."""
     ordered = sorted({tuple(path) for path in paths}, key=lambda path: (len(path), path))
     known = set(ordered)
-    if not ordered or any(
-        not path or min(path) < 0 or max(*path, len(path)) > 64 for path in ordered
-    ):
+    if not ordered or not all(p and min(p) >= 0 and max(*p, len(p)) <= 64 for p in ordered):
         raise ValueError(
             f"tree {name}: needs non-empty paths of child ranks 0 to 64, up to 64 levels, "
             "such as [[0], [0, 0]]"
         )
     for path in ordered:
         if len(path) > 1 and path[:-1] not in known:
-            raise ValueError(
-                f"tree {name}: path {list(path)} is given without its parent {list(path[:-1])}"
-            )
+            raise ValueError(f"tree {name}: {list(path)} needs its parent {list(path[:-1])} too")
     levels = len(ordered[-1])
     top_k = 1 + max(rank for path in ordered for rank in path)
     inner = [sorted({p[:-1] for p in ordered if len(p) == level + 1}) for level in range(1, levels)]
@@ -134,8 +123,7 @@ def static_tree(paths: list[list[int]], name: str) -> Tree:
 
 
 def dynamic_tree(nodes: int = 60, levels: int = 6, top_k: int = 10) -> Tree:
-    """EAGLE-2 (arXiv 2406.16858): expand the `top_k` best nodes of each level, keep the best of all
-    that were grown."""
+    """EAGLE-2 (arXiv 2406.16858): expand the `top_k` best nodes of each level, keep the best."""
     name = f"dynamic:nodes={nodes},levels={levels},top_k={top_k}"
     if nodes < 1 or levels < 1 or top_k < 1:
         raise ValueError(f"tree {name}: nodes, levels and top_k must all be at least 1")
@@ -143,19 +131,13 @@ def dynamic_tree(nodes: int = 60, levels: int = 6, top_k: int = 10) -> Tree:
         return NO_TREE
     tree = Tree(name, nodes, levels, top_k, top_k)
     if nodes - 1 > tree.candidates:
-        raise ValueError(
-            f"tree {name}: {nodes} nodes are asked for but only {tree.candidates + 1} can be "
-            f"grown; lower nodes to {tree.candidates + 1} or raise levels or top_k"
-        )
+        most = f"lower nodes to {tree.candidates + 1}"
+        raise ValueError(f"tree {name} cannot grow so large: {most} or raise levels or top_k")
     return tree
 
 
-# As in the papers (EAGLE-1 section 4, EAGLE-2 section 5, EAGLE-3 section 5).
-PRESETS = {
-    "eagle1": "static",
-    "eagle2": "dynamic:nodes=60,levels=6,top_k=10",
-    "eagle3": "dynamic:nodes=60,levels=8,top_k=10",
-}
+# Of a head's family, as in the papers (EAGLE-1 section 4, EAGLE-3 section 5).
+PRESETS = {"eagle1": "static", "eagle3": "dynamic:nodes=60,levels=8,top_k=10"}
 
 
 def with_lookup(tree: Tree, count: int) -> Tree:
@@ -206,13 +188,10 @@ def read_paths(path: Path) -> list[list[int]]:
     try:
         paths = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(
-            f"tree file {path} cannot be read as JSON ({error}): give a list of paths"
-        ) from None
+        fault = f"tree file {path} cannot be read as JSON ({error})"
+        raise ValueError(f"{fault}: give a list of paths") from None
     if not isinstance(paths, list) or not all(
         isinstance(p, list) and all(type(rank) is int for rank in p) for p in paths
     ):
-        raise ValueError(
-            f"tree file {path} must be a list of rank paths, such as [[0], [1], [0, 0]]"
-        )
+        raise ValueError(f"tree file {path} is no list of rank paths, such as [[0], [1], [0, 0]]")
     return paths

@@ -16,6 +16,7 @@ from typing import BinaryIO
 from torch import Tensor
 
 from talon.checkpoint import DTYPE_NAMES, FORMAT, KINDS, VERSION, TensorSpec
+from talon.cli import check_place
 
 TEMPORARY = ".talon-tmp"  # how the names of files end that are being written
 
@@ -62,11 +63,7 @@ def replacing(path: Path, directory: bool = False) -> Iterator[Path]:
 def atomic_file(path: Path) -> Iterator[BinaryIO]:
     """A file that appears under `path` complete or not at all; of a link, under its target."""
     real = Path(os.path.realpath(path))
-    if not real.parent.is_dir():
-        raise FileNotFoundError(f"directory {real.parent} does not exist; create it first")
-    if real.exists() and not real.is_file():
-        what = "a directory" if real.is_dir() else "no ordinary file"
-        raise ValueError(f"{path} is {what}; give the name of a file")
+    check_place(str(path), real)
     try:
         with replacing(real) as temporary, temporary.open("wb") as file:
             yield file
@@ -88,9 +85,7 @@ def write_safetensors(
     """Write any safetensors file, one tensor in memory at a time; equal inputs give equal bytes.
 
     The header keeps the order of `specs`. The data is laid out by falling element size, so that
-    every tensor is aligned however odd the size of an int8 one. Tensors may come in any order, and
-    each in pieces of its rows, one after the other.
-    """
+    every tensor is aligned. Tensors may come in any order, each in pieces of its rows in order."""
     end, offsets = 0, {}
     for name in sorted(specs, key=lambda name: -specs[name].dtype.itemsize):
         offsets[name] = end
@@ -133,12 +128,7 @@ def write_checkpoint(
 ) -> None:
     """Write one of our files from a stream of (name, tensor); a failure leaves nothing behind."""
     assert kind in KINDS, kind
-    metadata = {
-        "format": FORMAT,
-        "version": VERSION,
-        "kind": kind,
-        "config": json.dumps(config),
-        "quantization": json.dumps(quantization),
-        "source": json.dumps(source or {}),
-    }
+    described = {"config": config, "quantization": quantization, "source": source or {}}
+    metadata = {"format": FORMAT, "version": VERSION, "kind": kind}
+    metadata |= {name: json.dumps(value) for name, value in described.items()}
     write_safetensors(Path(path), metadata, specs, tensors)

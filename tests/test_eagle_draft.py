@@ -7,7 +7,7 @@ import torch
 from tiny import random_head, random_model
 
 from eagle_draft import ancestor_mask, default_feature_layers, node_parents, select
-from model import KVCache, causal_mask, rope_table
+from model import KVCache, Place, causal_mask, rope_table
 from talon.trees import EAGLE1_PATHS, NO_TREE, chain, dynamic_tree, parse_tree, static_tree
 
 
@@ -157,7 +157,8 @@ def run_head(head, tokens, hidden):
     index = torch.arange(rows)
     kv = KVCache(1, c.n_kv_head, rows, c.head_dim, torch.float32).layer(0)
     table = rope_table(rows, c.head_dim, c.rope_theta, c.rope_scaling)
-    return head(tokens, hidden, table, index, causal_mask(index[:1], rows, index), kv)
+    place = Place(table, index, causal_mask(index[:1], rows, index))
+    return head(tokens, hidden, place, kv)
 
 
 def rms(x, weight, eps=1e-6):

@@ -450,7 +450,7 @@ def test_a_line_that_does_not_fit_is_refused_and_forgotten(cli, plain, tmp_path)
     assert (
         err.count("error: ") == 2
         and "error: the prompt has" in err
-        and "error: the line holds bytes" in err
+        and "error: the text holds bytes" in err
     )
     history = [
         {"role": "user", "content": "hi"},

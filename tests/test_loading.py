@@ -17,7 +17,7 @@ from model import ModelConfig, Transformer
 from talon.checkpoint import Checkpoint, TensorSpec
 from talon.kernels.linear import LINEARS
 from talon.loading import Files, pick_device
-from talon.memory import MemoryPlan, plan_memory
+from talon.memory import MemoryPlan, available_memory, plan_memory
 from talon.sampling import SamplingConfig
 from talon.trees import parse_tree
 
@@ -168,3 +168,52 @@ def test_a_gpu_is_made_ready_in_one_place():
     finally:
         for name, value in zip(names, before, strict=True):
             setattr(settings, name, value)
+
+
+MEMINFO = "MemTotal: 16000000 kB\nMemFree: 100 kB\nMemAvailable: 8000000 kB\n"
+V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+V2 = ("memory.max", "memory.current", "")
+
+
+def container(root: Path, group: str, names: tuple[str, str, str], limit: object, used: int):
+    """One group's files; 10^6 bytes of what is used are cached files."""
+    folder = root / "sys/fs/cgroup" / group
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / names[0]).write_text(f"{limit}\n")
+    (folder / names[1]).write_text(f"{used}\n")
+    cached = f"{names[2]}inactive_file 400000\n{names[2]}active_file 600000\n"
+    (folder / "memory.stat").write_text(f"anon 5\ninactive_file 7\n{cached}")
+
+
+def machine(root: Path, groups: str) -> Path:
+    (root / "proc/self").mkdir(parents=True)
+    (root / "proc/meminfo").write_text(MEMINFO)
+    (root / "proc/self/cgroup").write_text(groups)
+    return root
+
+
+def test_the_memory_of_a_machine_without_a_container_is_what_it_says(tmp_path):
+    root = machine(tmp_path, "0::/user.slice\n")
+    container(root, "user.slice", V2, "max", 10**6)
+    assert available_memory(CPU, root) == 8_192_000_000
+    assert available_memory(CPU, root / "nowhere") is None
+
+
+@pytest.mark.parametrize("limited", ["", "pod", "pod/box"])
+def test_the_least_of_all_limits_around_a_container_counts(tmp_path, limited):
+    root = machine(tmp_path, "0::/pod/box\n")
+    for group in ("", "pod", "pod/box"):
+        container(root, group, V2, 2 * 10**9 if group == limited else "max", 5 * 10**8)
+    assert available_memory(CPU, root) == 1_501_000_000
+
+
+def test_a_container_of_version_1_counts_even_where_its_own_path_is_hidden(tmp_path):
+    root = machine(tmp_path, "9:name=systemd:/docker/1\n4:cpu,memory:/docker/1\n0::/\n")
+    container(root, "memory", V1, 3 * 10**9, 10**9)
+    assert available_memory(CPU, root) == 2_001_000_000
+
+
+def test_a_container_that_is_full_leaves_nothing(tmp_path):
+    root = machine(tmp_path, "0::/\n")
+    container(root, "", V2, 10**6, 10**9)
+    assert available_memory(CPU, root) == 0

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from tiny import random_head, random_model, save_byte_tokenizer, unpack_int4
 from tiny_training import tiny_target, write_target
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import quantize
 from model import Transformer
@@ -98,6 +99,15 @@ def test_important_columns_get_the_smaller_errors():
         plain = (steps * scales.float()[..., None] + zeros.float()[..., None]).flatten(1)
         errors[name] = float(((plain - weight).square() * importance).sum())
     assert errors["with"] < errors["without"]
+
+
+@pytest.mark.parametrize("importance", [False, True])
+def test_weights_on_a_gpu_are_quantised_there(importance):
+    with FakeTensorMode():  # shapes and devices of a GPU's tensors, without the GPU
+        weight = torch.empty(48, 72, device="cuda")
+        given = torch.empty(72, device="cuda") if importance else None
+        parts = [*quantize_int8(weight), *quantize_int4(weight, 32, given)]
+    assert {part.device.type for part in parts} == {"cuda"}
 
 
 def test_packing_keeps_every_step():
@@ -274,7 +284,7 @@ def test_the_source_is_never_overwritten_and_a_head_keeps_its_name(tmp_path):
     head.tok_embeddings = head.output = None
     source = write_module(tmp_path / "head.safetensors", head, "draft", head.config)
     before = source.read_bytes()
-    with pytest.raises(ValueError, match="another --out"):
+    with pytest.raises(ValueError, match="input of this run and would be overwritten"):
         quantize_checkpoint(source, "int8", out=source)
     assert source.read_bytes() == before
     assert quantize_checkpoint(source, "int8") == tmp_path / "head_int8.safetensors"

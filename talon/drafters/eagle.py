@@ -35,7 +35,7 @@ class Candidates(NamedTuple):
 
 
 class EagleDrafter:
-    """A head, the tree it grows, and the static buffers of both."""
+    """A head, the part of a tree that it grows, and the static buffers of both."""
 
     def __init__(self, head: DraftHead, tree: Tree, rows: int, compiled: Compile) -> None:
         self.tree = tree
@@ -63,8 +63,7 @@ class EagleDrafter:
         self.absorb_chunk = self.absorb if device.type == "cuda" else absorb
 
     def candidate_parents(self, beams: list[Tensor]) -> Tensor:
-        """int64 [M]: flat index of every candidate's parent, -1 for the root. beams: the nodes of
-        every level as flat indices."""
+        """int64 [M]: flat index of every candidate's parent, -1 the root. beams: expanded nodes."""
         children = [beam.repeat_interleave(self.tree.top_k) for beam in beams]
         first = torch.full((self.tree.top_k,), -1, device=self.hidden.device)
         return torch.cat([first, *children])
@@ -92,7 +91,7 @@ class EagleDrafter:
         tokens, scores, parents = self.grow(at, pick)
         if self.static:
             return Nodes(torch.cat((root, tokens[self.keep])), self.parents, self.ancestors)
-        count, levels = self.tree.nodes - 1, self.tree.levels
+        count, levels = self.tree.grown - 1, self.tree.levels
         kept, parents, ancestors = self.select(tokens, scores, parents, count, levels)
         return Nodes(torch.cat((root, kept)), parents, ancestors)
 

@@ -1,11 +1,9 @@
 """Prompt lookup: a draft source without a head, which continues the text as it went on before.
 
 The longest of the last 3, 2 or 1 tokens that occurs earlier in prompt or answer is looked up, and
-what followed there last time is proposed as a chain (`--tree lookup:K`). Summaries, edits, code and
-answers that loop profit. Next to a head's tree (`chain:2+lookup:3`) it costs a few tokens more and
-wins where the text repeats itself, while the head wins elsewhere.
-
-Leaves out: several continuations at once, and matches across texts."""
+what followed there last time is proposed as a chain (`--tree lookup:K`). Next to a head's tree
+(`chain:2+lookup:3`) it wins where the text repeats itself, while the head wins elsewhere. Leaves
+out: several continuations at once, and matches across texts."""
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +13,7 @@ from eagle_draft import Entries, Nodes, Pick
 from model import At
 from talon.drafters.eagle import EagleDrafter
 from talon.drafters.source import Compile
-from talon.trees import NO_TREE, Tree, with_lookup
+from talon.trees import Tree
 
 NGRAM = 3  # tokens that a match has at most; longer ones are rarer and hardly better
 
@@ -25,8 +23,7 @@ def look_up(history: Tensor, at: At, count: int) -> Tensor:
 
     history: int64 [R], token of every position, valid up to position length, the root's; S must be
     greater than length. The longest match wins, of equal ones the latest. A match that ends close
-    to the root goes on into its own copy, as a loop does. Without any match the guess is the text's
-    beginning."""
+    to the root goes on into its own copy, as a loop does. Without one, the text's start counts."""
     length, slots = at
     text = history[slots]
     matching = slots < length
@@ -49,8 +46,7 @@ def remember(history: Tensor, start: Tensor, tokens: Tensor) -> None:
 
 
 class LookupDrafter:
-    """The draft source of `lookup:K`; it learns from the tokens alone and keeps its own copy of the
-    text."""
+    """The draft source of `lookup:K`: it keeps its own copy of the text."""
 
     feature_layers: tuple[int, ...] = ()
     stage = None
@@ -58,11 +54,10 @@ class LookupDrafter:
 
     def __init__(self, tree: Tree, rows: int, device: torch.device, compiled: Compile) -> None:
         self.tree = tree
-        # Position 0 is never told (`learn` hears of followers only), so it must match nothing: -1
-        # is no token.
+        # Position 0 is never written (`learn` gets followers), so it must match nothing: no token.
         self.history = torch.full((rows + 1,), -1, dtype=torch.int64, device=device)
-        self.parents = (torch.arange(tree.nodes, device=device) - 1).clamp(min=0)
-        self.ancestors = torch.ones(tree.nodes, tree.nodes, dtype=torch.bool, device=device).tril()
+        node = torch.arange(tree.lookup + 1, device=device)
+        self.parents, self.ancestors = (node - 1).clamp(min=0), node[:, None] >= node
         self.look_up, self.remember = compiled(look_up), compiled(remember)
 
     def propose(self, root: Tensor, at: At, pick: Pick) -> Nodes:
@@ -86,21 +81,18 @@ class WithLookup:
         self.source, self.tree = source, tree
         self.feature_layers, self.stage = source.feature_layers, source.stage
         self.state = source.state
-        device, grown = source.hidden.device, source.tree.nodes
-        self.text = LookupDrafter(with_lookup(NO_TREE, tree.lookup), rows, device, compiled)
+        device, grown = source.hidden.device, tree.grown
+        self.text = LookupDrafter(tree, rows, device, compiled)
         self.parents = torch.arange(grown - 1, tree.nodes - 1, device=device)
         self.parents[0] = 0
         node = torch.arange(tree.nodes, device=device)
         in_chain = (node == 0) | (node >= grown)
-        below = (node[:, None] >= grown) & (node[:, None] >= node)
-        self.ancestors = below & in_chain
-        self.shape: tuple[Tensor, Tensor] | None = None  # of the whole, where it is always the same
-        if source.static:
-            self.shape = self.join(source.parents, source.ancestors)
+        self.ancestors = (node[:, None] >= grown) & (node[:, None] >= node) & in_chain
+        # Parents and ancestors of the whole, where they are always the same.
+        self.joined = self.join(source.parents, source.ancestors) if source.static else None
 
     def join(self, parents: Tensor, ancestors: Tensor) -> tuple[Tensor, Tensor]:
-        """Node parents int64 [N] and ancestor mask bool [N, N] of both parts, from those of what is
-        grown."""
+        """Node parents int64 [N] and ancestor mask bool [N, N] of both parts, from the grown."""
         more = (0, self.tree.lookup)
         parents = torch.cat((parents, self.parents))
         return parents, F.pad(ancestors, more + more) | self.ancestors
@@ -108,7 +100,7 @@ class WithLookup:
     def propose(self, root: Tensor, at: At, pick: Pick) -> Nodes:
         tokens, parents, ancestors = self.source.propose(root, at, pick)
         guesses = self.text.look_up(self.text.history, at, self.tree.lookup)
-        parents, ancestors = self.shape or self.join(parents, ancestors)
+        parents, ancestors = self.joined or self.join(parents, ancestors)
         return Nodes(torch.cat((tokens, guesses)), parents, ancestors)
 
     def learn(self, entries: Entries, at: At) -> None:

@@ -1,9 +1,7 @@
-"""Where guesses come from: what a draft source is, which one a tree wants, and the one of plain
-decoding.
+"""Where guesses come from: draft sources, which one a tree wants, and the one of plain decoding.
 
 A draft source has `propose` (a tree below the root), `learn` (what turned out true) and `read` (a
-chunk of the prompt); the round knows no more. Everything stays on the device in static shapes, as
-the round demands: no search on the host, nothing to wait for."""
+chunk of the prompt); the round knows no more. Everything stays on the device in static shapes."""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -65,5 +63,5 @@ def make_source(
     if not tree.needs_head:
         return LookupDrafter(tree, rows, device, compiled)
     assert head is not None, f"tree {tree.name} needs a head"
-    source = EagleDrafter(head, tree.without_lookup(), rows, compiled)
+    source = EagleDrafter(head, tree, rows, compiled)
     return WithLookup(source, tree, rows, compiled) if tree.lookup else source

@@ -4,9 +4,9 @@
 nested, states every norm variant and is read by vLLM. What is written is read back and compared.
 Leaves out: variants that the layout cannot express, which are refused by name.
 
-    python convert_hf_checkpoint.py --export F --out DIR [--format eagle|speculators]
-"""
+    python convert_hf_checkpoint.py --export F --out DIR [--format eagle|speculators]"""
 
+import itertools
 import json
 import os
 from collections.abc import Iterator
@@ -27,15 +27,12 @@ EXPORT_FORMATS = ("eagle", "speculators")
 
 
 def export_head(path: Path | str, out: Path | str, layout: str = "eagle") -> str:
-    """Write a head file back as a directory and return one line about it.
-
-    The directory is read back through the importer and compared before it appears under its name.
-    Raises ValueError for a head that the layout cannot express, and then leaves nothing behind.
-    """
+    """Write a head file back as a directory and return one line about it. The directory is read
+    back through the importer and compared before it appears under its name."""
     checkpoint = read_checkpoint(path)
     config = check_expressible(checkpoint, layout)
     out = Path(os.path.realpath(out))
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} exists and is not an empty directory; give another --out")
     dtype = str(checkpoint.specs["fc.weight"].dtype).removeprefix("torch.")
     content = (flat_config if layout == "eagle" else nested_config)(config, dtype)
@@ -76,9 +73,7 @@ def check_expressible(checkpoint: Checkpoint, layout: str) -> DraftConfig:
     if found:
         other = "speculators" if layout == "eagle" else "eagle"
         other = f"; try --format {other}" if (other == "eagle") == (c.family == "eagle1") else ""
-        raise ValueError(
-            f"{checkpoint.path}: the {layout} layout cannot express {', '.join(found)}{other}"
-        )
+        raise ValueError(f"{checkpoint.path}: {layout} cannot express {', '.join(found)}{other}")
     return c
 
 
@@ -153,11 +148,8 @@ def nested_config(c: DraftConfig, dtype: str) -> dict:
 
 
 def published_outputs(checkpoint: Checkpoint, c: DraftConfig, layout: str) -> list[Output]:
-    """Our tensors that the layout has, and the published ones that each falls into.
-
-    An EAGLE-1 head guesses with the target's lm_head: which rows of it are worth computing (d2t) is
-    no part of the published form; the layer is the same.
-    """
+    """Our tensors that the layout has, and the published ones that each falls into. An EAGLE-1 head
+    guesses with the target's lm_head: which rows of it are worth computing (d2t) stays ours."""
     has_map = "d2t" in checkpoint.specs and c.family == "eagle3"
     outputs = head_outputs(c, checkpoint.specs["fc.weight"].shape[1], has_map)
     if layout == "speculators" or c.family == "eagle1":
@@ -199,9 +191,7 @@ def verify_export(checkpoint: Checkpoint, directory: Path, names: list[str]) -> 
         conversion = plan_head(HFFolder(directory))
         specs = conversion.specs(None)
     except ValueError as error:
-        raise ValueError(
-            f"the export does not read back, so nothing was written: {error}"
-        ) from None
+        raise ValueError(f"nothing was written: the export does not read back: {error}") from None
     wanted, found = DraftConfig.from_dict(checkpoint.config), conversion.config
     if wanted.family == "eagle1":
         wanted = replace(wanted, draft_vocab_size=wanted.vocab_size)
@@ -213,13 +203,8 @@ def verify_export(checkpoint: Checkpoint, directory: Path, names: list[str]) -> 
     if specs != {name: checkpoint.specs[name] for name in names}:
         different.append("tensors")
     else:
-        pieces: dict[str, list[Tensor]] = {name: [] for name in names}
-        for name, rows in conversion.tensors(specs):
-            pieces[name].append(rows)
-        for name in names:
-            if not torch.equal(torch.cat(pieces[name]), checkpoint.tensor(name)):
+        for name, pieces in itertools.groupby(conversion.tensors(specs), lambda pair: pair[0]):
+            if not torch.equal(torch.cat([rows for _, rows in pieces]), checkpoint.tensor(name)):
                 different.append(name)
     if different:
-        raise ValueError(
-            f"the export reads back differently ({listed(different)}); nothing was written"
-        )
+        raise ValueError(f"nothing was written: {listed(different)} would read back differently")

@@ -4,8 +4,7 @@ SafeAILab (EAGLE-1, -2, -3), SpecForge, speculators, NVIDIA ModelOpt and AngelSl
 head that is misread still decodes, only slowly, so nothing is guessed: a flag without its tensor, a
 tensor without its flag and two statements that disagree are errors that name both. Used by
 convert_hf_checkpoint.py; head_export.py is the way back. Leaves out heads of several layers, q/k
-norms, sliding windows and quantised heads.
-"""
+norms, sliding windows and quantised heads."""
 
 import re
 
@@ -39,6 +38,9 @@ UNSUPPORTED_TENSORS = {
     r"_a_proj|_b_proj": "a head with latent attention (MLA)",
     r"experts": "a head with a mixture of experts",
 }
+
+# Switches of a forward that we lack.
+FALSE_FLAGS = dict.fromkeys(("eh_proj_before_attn", "return_hidden_post_norm"), (False,))
 
 EAGLE1_NORMS = (
     r"^layers\.0\.(input_layernorm|hidden_norm)\.|^(input_norm|norm|[^.]*_layernorm|fc_norm\.\d+)\."
@@ -79,10 +81,8 @@ def canonical_names(folder: HFFolder) -> dict[str, str]:
 
 
 class HeadReader:
-    """A head's directory under inspection: its tensors, and its config.json, flat or nested.
-
-    The same key may be stated in up to three places, which must then agree.
-    """
+    """A head's directory under inspection: its tensors, and its config.json, flat or nested. A key
+    that is stated in several places must say the same in all of them."""
 
     def __init__(self, folder: HFFolder) -> None:
         self.folder, self.config, self.where = folder, folder.config, folder.path
@@ -111,7 +111,7 @@ class HeadReader:
     def read(self, name: str) -> Tensor:
         return self.folder.read(self.names[name])
 
-    def agreed(self, key: str, values: list, default: object) -> object:
+    def agreed(self, key: str, values: list, default: object = None) -> object:
         if any(value != values[0] for value in values):
             stated = " and ".join(map(str, values))
             raise ValueError(f"{self.config.where}: {key} is stated as {stated}; keep one of them")
@@ -129,13 +129,10 @@ class HeadReader:
         if family not in ("eagle", "eagle3"):
             self.config.refuse("speculators_model_type", "eagle, eagle3")
         for place in self.places:
-            neutral = dict(NEUTRAL_VALUES)
+            neutral = NEUTRAL_VALUES | FALSE_FLAGS
             if not place.flag("use_sliding_window", True):
                 neutral.pop("sliding_window")
             check_neutral(place, neutral)
-            for key in ("eh_proj_before_attn", "return_hidden_post_norm"):
-                if place.flag(key):
-                    place.refuse(key, "false")
         if not self.eagle.flag("use_aux_hidden_state", True):
             self.eagle.refuse("use_aux_hidden_state", "true")
 
@@ -158,14 +155,12 @@ class HeadReader:
         if self.family == "eagle1":
             bad = [name for name in self.names if re.search(EAGLE1_NORMS, name)]
             if bad:
-                raise ValueError(
-                    f"{self.where}: EAGLE-1 with extra norms ({listed(bad)}); not supported"
-                )
+                raise ValueError(f"{self.where}: EAGLE-1 with norms ({listed(bad)}); not supported")
             family = self.config.values.get("speculators_model_type")
             if stated != self.dim or family == "eagle3":
                 raise ValueError(
                     f"{self.where}: fc.weight [{self.dim}, 2 x {self.dim}] is an EAGLE-1 head's, "
-                    "but config.json describes an EAGLE-3 head; they do not belong together"
+                    "config.json an EAGLE-3 head's; they do not belong together"
                 )
             return self.dim, None
         layers = self.layer_ids()
@@ -180,10 +175,8 @@ class HeadReader:
 
     def layer_ids(self) -> tuple[int, ...] | None:
         """Stated feature layers as HF hidden_states indices (a layer's residual INPUT), or None.
-
         SpecForge and ModelOpt number a layer's OUTPUT and keep the list in eagle_config; so does,
-        by the rule SGLang uses, any list that starts with 1. Both are one less than ours.
-        """
+        by the rule SGLang uses, any list that starts with 1. Both are one less than ours."""
         found = []
         for place in (self.config, self.eagle):
             ids = place.values.get(LAYER_IDS)
@@ -194,7 +187,7 @@ class HeadReader:
                 place.refuse(LAYER_IDS, "a list of different layers, each at least 0")
             is_output = ids[0] == 1 or (place is self.eagle and not self.nested)
             found.append(tuple(i + is_output for i in ids))
-        return self.agreed(LAYER_IDS, found, None)
+        return self.agreed(LAYER_IDS, found)
 
     def vocabularies(self) -> tuple[int, int]:
         """(the target's, the draft's), stated or read off the tensors, which must all agree."""
@@ -212,18 +205,15 @@ class HeadReader:
             counts = ", ".join(f"{key}: {count}" for key, count in stated.items())
             raise ValueError(f"{self.where}: draft vocabulary sizes disagree ({counts})")
         if size > vocab:
-            raise ValueError(
-                f"{self.where}: draft vocabulary {size} is larger than vocab_size {vocab}"
-            )
+            raise ValueError(f"{self.where}: draft vocabulary {size} exceeds vocab_size {vocab}")
         if size < vocab and "d2t" not in self.names:
             raise ValueError(
                 f"{self.where}: the draft vocabulary has {size} of {vocab} tokens and d2t is "
                 "missing, so its ids mean nothing; get the complete head"
             )
         if "t2d" in self.names and self.shape("t2d") != (vocab,):
-            raise ValueError(
-                f"{self.where}: t2d has shape {list(self.shape('t2d'))}, but vocab_size is {vocab}"
-            )
+            shape = list(self.shape("t2d"))
+            raise ValueError(f"{self.where}: t2d has shape {shape}, but vocab_size is {vocab}")
         return vocab, size
 
     def fc_bias(self) -> bool:
@@ -232,9 +222,7 @@ class HeadReader:
         for key in ("bias", "fusion_bias") if self.family == "eagle1" else ():
             stated = self.config.flag(key, None)
             if stated and not present:
-                raise ValueError(
-                    f"{self.config.where}: {key} is true, but there is no tensor fc.bias"
-                )
+                raise ValueError(f"{self.config.where}: {key} is true, but there is no fc.bias")
             if stated is False and present:
                 self.notes.append(f"{key} is false in config.json, but fc.bias is there: used it")
         return present
@@ -258,13 +246,11 @@ class HeadReader:
         # hidden, which every head here does; nested (speculators) that the next level does.
         if not self.nested and not self.flag("norm_output", True):
             raise ValueError(
-                f"{where}: norm_output is false, which in this layout drops the final norm; that "
-                "is not supported (remove the key if the head has its norm)"
+                f"{where}: norm_output is false, which in this layout drops the final norm; remove "
+                "the key if the head has its norm"
             )
         if not self.nested and self.flag("norm_output"):
-            self.notes.append(
-                "norm_output is true: read as in SpecForge, the final norm before lm_head"
-            )
+            self.notes.append("norm_output is true: read as SpecForge's norm before lm_head")
         for flag, tensor in (("norm_before_fc", "input_norm."), ("fc_norm", "fc_norm.")):
             present = any(name.startswith(tensor) for name in self.names)
             if flags[flag] != present:
@@ -309,10 +295,8 @@ def plan_head(folder: HFFolder) -> Conversion:
         for o in head_outputs(config, reader.fc_shape[1], has_map)
     ]
     architecture = ", ".join(reader.architectures) or "unnamed"
-    ignored = {names[key] for key in ("d2t", "t2d") if key in names}
-    conversion = Conversion(
-        folder, "draft", config, architecture, outputs, notes, ignored, config.source_format
-    )
+    conversion = Conversion(folder, "draft", config, architecture, outputs, notes)
+    conversion.ignored = {names[key] for key in ("d2t", "t2d") if key in names}
     conversion.check()
     if has_map:
         check_draft_vocabulary(reader, vocab)
@@ -380,16 +364,12 @@ def check_draft_vocabulary(reader: HeadReader, vocab: int) -> None:
         return inside and (mask is None or bool(mask[ids].all()) and int(mask.sum()) == len(ids))
 
     as_offsets, as_ids = fits(torch.arange(len(d2t)) + d2t), fits(d2t)
-    if as_offsets:
-        if as_ids and mask is None and len(d2t) > 1:
-            reader.notes.append("d2t could also be read as absolute ids; it was read as offsets")
-        return
-    if as_ids:
+    if as_offsets and as_ids and mask is None and len(d2t) > 1:
+        reader.notes.append("d2t could also be read as absolute ids; it was read as offsets")
+    if as_ids and not as_offsets:
+        raise ValueError(f"{where}: d2t holds absolute token ids: subtract its index from each")
+    if not as_offsets:
         raise ValueError(
-            f"{where}: d2t looks like absolute token ids; it must hold offsets (id - index): "
-            "subtract its index from each entry"
+            f"{where}: d2t is no map into the vocabulary: draft id + d2t must give different ids "
+            f"from 0 to {vocab - 1}" + (", the ones that t2d marks" if mask is not None else "")
         )
-    raise ValueError(
-        f"{where}: d2t is no map into the vocabulary: draft id + d2t must give different ids from "
-        f"0 to {vocab - 1}" + (", the ones that t2d marks" if mask is not None else "")
-    )

@@ -1,8 +1,7 @@
 """What targets and heads share of config.json; two places that state the same thing must agree.
 
 For convert_hf_checkpoint.py and head_import.py. Leaves out: what only one of the two has, and the
-tensors, but for their names.
-"""
+tensors, but for their names."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -30,11 +29,8 @@ def check_neutral(config: Settings, neutral: Mapping[str, tuple]) -> None:
 
 
 def read_rope(config: Settings) -> tuple[float, RopeScaling | None, str]:
-    """(theta, scaling, where theta was found), from the old keys, the new one, or both.
-
-    Old: rope_theta next to rope_scaling {type or rope_type, factor, ...}. New (transformers 5):
-    everything in rope_parameters. ValueError where two places disagree or a type is unsupported.
-    """
+    """(theta, scaling, where theta was found), from the old keys (rope_theta next to rope_scaling),
+    the new one (rope_parameters, of transformers 5), or both."""
     sections = {key: config.section(key) for key in ("rope_parameters", "rope_scaling")}
     places = {"rope_theta": config, **sections}
     thetas = {k: place.number("rope_theta") for k, place in places.items() if "rope_theta" in place}
@@ -42,9 +38,7 @@ def read_rope(config: Settings) -> tuple[float, RopeScaling | None, str]:
     for what, found in (("theta", thetas), ("scaling", scalings)):
         if any(value != next(iter(found.values())) for value in found.values()):
             stated = "; ".join(f"{key} says {value}" for key, value in found.items())
-            raise ValueError(
-                f"{config.where}: two different rope {what}s ({stated}); keep the right one"
-            )
+            raise ValueError(f"{config.where}: two rope {what}s ({stated}); keep the right one")
     source, theta = next(iter(thetas.items()), ("default 10000", 10000.0))
     return theta, next(iter(scalings.values()), None), source
 
@@ -55,27 +49,20 @@ def _read_scaling(section: Settings) -> RopeScaling | None:
         raise ValueError(f"{section.where}: type and rope_type disagree; keep the right one")
     if section.values.get("partial_rotary_factor") not in (None, 1.0):
         section.refuse("partial_rotary_factor", "1.0")
-    if types == {"default"} or (not types and set(section.values) == {"rope_theta"}):
+    kind = next(iter(types), "default" if set(section.values) == {"rope_theta"} else None)
+    if kind == "default":
         return None
-    if types == {"linear"}:
-        return RopeScaling("linear", _factor(section))
-    if types == {"llama3"}:
-        low, high = section.number("low_freq_factor"), section.number("high_freq_factor")
-        if high <= low:
-            section.refuse("high_freq_factor", f"more than low_freq_factor {low}")
-        original = section.integer("original_max_position_embeddings")
-        return RopeScaling("llama3", _factor(section), low, high, original)
-    raise ValueError(
-        f"{section.where}: rope type {next(iter(types), None)!r} is not supported; "
-        "supported: default, linear, llama3"
-    )
-
-
-def _factor(section: Settings) -> float:
-    factor = section.number("factor")
-    if factor < 1:
+    if kind not in ("linear", "llama3"):
+        allowed = "default, linear, llama3"
+        raise ValueError(f"{section.where}: rope type {kind!r}; supported: {allowed}")
+    if (factor := section.number("factor")) < 1:
         section.refuse("factor", "a number of at least 1")
-    return factor
+    if kind == "linear":
+        return RopeScaling(kind, factor)
+    low, high = section.number("low_freq_factor"), section.number("high_freq_factor")
+    if high <= low:
+        section.refuse("high_freq_factor", f"more than low_freq_factor {low}")
+    return RopeScaling(kind, factor, low, high, section.integer("original_max_position_embeddings"))
 
 
 def read_layer(config: Settings, names: Iterable[str], notes: list[str]) -> dict[str, Any]:
@@ -83,21 +70,15 @@ def read_layer(config: Settings, names: Iterable[str], notes: list[str]) -> dict
     dim, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
     kv_heads = config.integer("num_key_value_heads", heads)
     if heads % kv_heads:
-        raise ValueError(
-            f"{config.where}: num_attention_heads {heads} is no multiple of num_key_value_heads "
-            f"{kv_heads}; correct config.json"
-        )
+        config.refuse("num_key_value_heads", f"divisors of num_attention_heads {heads}")
     if "head_dim" not in config and dim % heads:
-        raise ValueError(
-            f"{config.where}: hidden_size {dim} is no multiple of num_attention_heads {heads} and "
-            "there is no head_dim; correct config.json"
-        )
+        config.refuse("num_attention_heads", f"divisors of hidden_size {dim}, or give a head_dim")
     head_dim = config.integer("head_dim", dim // heads)
     if head_dim % 2:
         config.refuse("head_dim", "an even number, for rotary positions work on pairs")
-    context = "max_position_embeddings"
-    if context not in config:  # old Vicuna configurations have another name for it
-        context = "max_sequence_length"
+    # Old Vicuna configurations have another name for the context.
+    contexts = ("max_position_embeddings", "max_sequence_length")
+    context = next((key for key in contexts if key in config), contexts[0])
     return {
         "dim": dim,
         "n_head": heads,
@@ -126,10 +107,7 @@ def read_biases(names: Iterable[str], config: Settings, notes: list[str]) -> dic
     for key, has in (("attention_bias", attention), ("mlp_bias", found["mlp_bias"])):
         stated = config.flag(key, None)
         if stated is not None and stated != has:
-            raise ValueError(
-                f"{config.where}: {key} is {str(stated).lower()}, but the weights have "
-                f"{'such' if has else 'no such'} bias tensors; correct config.json or the weights"
-            )
+            config.refuse(key, f"{has}, for the weights have {'' if has else 'no '}such biases")
     if attention and config.flag("attention_bias") and not found["o_bias"]:
         notes.append("attention_bias is true and o_proj has no bias: none, as in transformers")
     return found

@@ -4,8 +4,7 @@ convert_hf_checkpoint.py and head_import.py say which tensors they need (`Output
 streams them. At most one weight file is open at any moment, mapped rather than read, and let go
 before the next one: a conversion needs the memory of one shard and one tensor. Pickles are loaded
 with weights_only=True, and an index may not lead out of the directory. Leaves out: what config.json
-means, and what a target has that a head has not.
-"""
+means, and what a target has that a head has not."""
 
 import math
 import os
@@ -60,7 +59,7 @@ class HFFolder:
         self.files = self._find_files()
         self.config = Settings.read(self.path / "config.json")
         self.notes: list[str] = []
-        self._opened: tuple[Path | None, Any] = (None, None)
+        self.close()
         self.specs: dict[str, TensorSpec] = {}
         self.file_of: dict[str, Path] = {}
         self._list_tensors()
@@ -74,10 +73,7 @@ class HFFolder:
             if os.path.lexists(self.path / index):
                 return self._read_index(self.path / index)
         if (self.path / "adapter_config.json").exists():
-            raise ValueError(
-                f"{self.path} holds an adapter (adapter_config.json), not a model; merge it into "
-                "its base model first"
-            )
+            raise ValueError(f"{self.path} holds an adapter; merge it into its base model first")
         suffixes = (".safetensors", ".bin", ".pth", ".pt")
         others = sorted(p.name for p in self.path.iterdir() if p.suffix in suffixes)
         raise FileNotFoundError(
@@ -94,9 +90,7 @@ class HFFolder:
         files = [self.path / name for name in sorted(set(weight_map.values()))]
         missing = [file.name for file in files if not file.exists()]
         if missing:
-            raise FileNotFoundError(
-                f"{index} lists files that are not there: {listed(missing)}; download them"
-            )
+            raise FileNotFoundError(f"{index} lists {listed(missing)}; download what is missing")
         self.weight_map = weight_map
         return files
 
@@ -106,33 +100,25 @@ class HFFolder:
         if not named or any(character in name for character in "/\\\0"):
             raise ValueError(f"{index} lists {name!r}; only names of files next to it are allowed")
         real, home = (self.path / name).resolve(), self.path.resolve()
-        cache = home.parent.parent / "blobs"
-        in_cache = real.parent == cache or (
-            real.parent.name == "blobs" and real.parent.parent.name.startswith("models--")
+        repository = real.parent.parent
+        in_cache = real.parent.name == "blobs" and (
+            repository == home.parent.parent or repository.name.startswith("models--")
         )
-        if real.exists() and not (real.is_relative_to(home) or in_cache):
-            raise ValueError(
-                f"{index} lists {name!r}, a link out of its directory; put the file itself there"
-            )
-        if real.is_dir():
-            raise ValueError(f"{index} lists {name!r}, which is a directory; files are allowed")
+        if real.exists() and not (real.is_relative_to(home) or in_cache) or real.is_dir():
+            raise ValueError(f"{index} lists {name!r}, not a file in its directory; put it there")
 
     def _list_tensors(self) -> None:
+        advice = "index and shards belong to different downloads"
         for file in self.files:
             for name, spec in self._specs_in(file).items():
-                listed_in = self.weight_map.get(name) if self.weight_map else file.name
-                if listed_in != file.name and not name.endswith(IGNORED_SUFFIX):
-                    raise ValueError(
-                        f"{file} holds {name}, which the index puts in {listed_in or 'no file'}; "
-                        "index and shards belong to different downloads"
-                    )
+                place = self.weight_map.get(name, "no file") if self.weight_map else file.name
+                if place != file.name and not name.endswith(IGNORED_SUFFIX):
+                    raise ValueError(f"{file} holds {name}, in the index in {place}; {advice}")
                 self.specs[name], self.file_of[name] = spec, file
         lost = [name for name in self.weight_map or {} if name not in self.specs]
         if lost:
-            raise ValueError(
-                f"{self.path / self.weight_map[lost[0]]} lacks {listed(lost)}, which the index "
-                "promises; index and shards belong to different downloads"
-            )
+            file = self.path / self.weight_map[lost[0]]
+            raise ValueError(f"{file} lacks {listed(lost)}, which the index promises; {advice}")
         stem, suffix = self.files[0].name.split("-")[0], self.files[0].suffix
         shards = sorted(self.path.glob(f"{stem}-*-of-*{suffix}")) if self.weight_map else []
         extra = [file.name for file in shards if file not in self.files]
@@ -149,19 +135,18 @@ class HFFolder:
         """A weight file, mapped, and kept open until another one is asked for."""
         if self._opened[0] != file:
             self.close()
-            is_pickle = file.suffix != ".safetensors"
-            self._opened = (file, load_pickle(file) if is_pickle else open_safetensors(file))
+            open_file = open_safetensors if file.suffix == ".safetensors" else load_pickle
+            self._opened = (file, open_file(file))
         return self._opened[1]
 
     def read(self, name: str) -> Tensor:
         """One tensor as it is stored, on the CPU, valid while its file is the open one."""
-        file = self.file_of[name]
-        content = self._open(file)
-        return content.get_tensor(name) if file.suffix == ".safetensors" else content[name]
+        content = self._open(self.file_of[name])
+        return content[name] if isinstance(content, dict) else content.get_tensor(name)
 
     def close(self) -> None:
         """Let the open weight file go."""
-        self._opened = (None, None)
+        self._opened: tuple[Path | None, Any] = (None, None)
 
 
 def load_pickle(file: Path) -> dict[str, Tensor]:
@@ -177,14 +162,12 @@ def load_pickle(file: Path) -> dict[str, Tensor]:
     except Exception as error:  # an unpickler fed with foreign bytes may raise anything
         reason = (one_line(error) or type(error).__name__)[:160]
         raise ValueError(
-            f"{file} was refused: damaged, or more than tensors ({reason}); use safetensors, or "
-            "download it again"
+            f"{file} was refused: damaged, or more than tensors ({reason}); download it again"
         ) from None
-    is_flat = isinstance(content, dict) and all(
+    if not isinstance(content, dict) or not all(
         isinstance(name, str) and isinstance(value, Tensor) and value.layout == torch.strided
         for name, value in content.items()
-    )
-    if not is_flat:
+    ):
         raise ValueError(f"{file} is no flat dictionary of tensors; give a model's weight file")
     return content
 
@@ -203,10 +186,8 @@ class Output:
 
 
 def layer_outputs(name: str, source: str, c: Any, width: int) -> list[Output]:
-    """The linears of the block `name`, fused from those of `source`; q, k and v read `width`.
-
-    c: ModelConfig | DraftConfig.
-    """
+    """The linears of the block `name`, fused from those of `source`; q, k and v read `width`. c:
+    ModelConfig | DraftConfig."""
     q, kv, inner = c.n_head * c.head_dim, c.n_kv_head * c.head_dim, c.intermediate_size
     qkv, gate_up = {"q_proj": q, "k_proj": kv, "v_proj": kv}, {"gate_proj": inner, "up_proj": inner}
     outputs = []
@@ -234,7 +215,6 @@ class Conversion:
     outputs: list[Output]
     notes: list[str] = field(default_factory=list)
     ignored: set[str] = field(default_factory=set)  # known and not wanted, each for a stated reason
-    source_format: str = "hf"
 
     def check(self) -> None:
         """Strict accounting: all that is needed is there, in shape; all that is there is used."""
@@ -244,8 +224,8 @@ class Conversion:
             packed = name in wanted.keys() - self.ignored and spec.dtype not in DTYPES.values()
             if packed or (name not in wanted and re.search(QUANTISED, name)):
                 raise ValueError(
-                    f"{where}: {name} is {spec.dtype}, of a checkpoint quantised elsewhere; that "
-                    "is not supported, convert the model in float32, float16 or bfloat16"
+                    f"{where}: {name} is {spec.dtype}, quantised elsewhere; convert the model in "
+                    "float32, float16 or bfloat16"
                 )
         missing = [name for name in wanted if name not in specs]
         if missing:
@@ -269,17 +249,13 @@ class Conversion:
         specs = {}
         for output in self.outputs:
             found = {self.folder.specs[name].dtype for name in output.parts}
-            names = ", ".join(output.parts)
-            if output.name == "d2t":
-                wanted = torch.int64
-            elif dtype is None and len(found) > 1:
+            wanted = torch.int64 if output.name == "d2t" else dtype
+            if wanted is None and len(found) > 1:
                 raise ValueError(
-                    f"{self.folder.path}: {names} differ in dtype and are stored as one; "
-                    "choose --dtype fp32, fp16 or bf16"
+                    f"{self.folder.path}: {', '.join(output.parts)} differ in dtype and are stored "
+                    "as one; choose --dtype fp32, fp16 or bf16"
                 )
-            else:
-                wanted = dtype or found.pop()
-            specs[output.name] = TensorSpec(wanted, output.shape)
+            specs[output.name] = TensorSpec(wanted or found.pop(), output.shape)
         return specs
 
     def tensors(self, specs: dict[str, TensorSpec]) -> Iterator[tuple[str, Tensor]]:
@@ -287,19 +263,15 @@ class Conversion:
         for output in self.outputs:
             dtype = specs[output.name].dtype
             for part in output.parts:
-                yield output.name, self._read(part, dtype).to(dtype)
+                tensor, where = self.folder.read(part), f"{self.folder.path}: {part}"
+                largest = check_finite(tensor, where)
+                if dtype.is_floating_point and torch.tensor(largest, dtype=dtype).isinf():
+                    raise ValueError(
+                        f"{where} reaches {largest:.3g}, more than {dtype} holds; use --dtype bf16 "
+                        "or fp32"
+                    )
+                yield output.name, tensor.to(dtype)
         self.folder.close()
-
-    def _read(self, name: str, dtype: torch.dtype) -> Tensor:
-        """A tensor as stored, after a look at whether its numbers are numbers, in `dtype` too."""
-        tensor = self.folder.read(name)
-        largest = check_finite(tensor, f"{self.folder.path}: {name}")
-        if dtype.is_floating_point and torch.tensor(largest, dtype=dtype).isinf():
-            raise ValueError(
-                f"{self.folder.path}: {name} reaches {largest:.3g}, more than {dtype} holds; use "
-                "--dtype bf16 or fp32"
-            )
-        return tensor
 
 
 def check_finite(tensor: Tensor, what: str) -> float:
@@ -308,8 +280,5 @@ def check_finite(tensor: Tensor, what: str) -> float:
         return 0.0
     largest = max(abs(limit.item()) for limit in tensor.aminmax())
     if not math.isfinite(largest):
-        raise ValueError(
-            f"{what} holds NaN or infinity, with which every text is senseless; download the "
-            "weights again, or ask who trained or merged them"
-        )
+        raise ValueError(f"{what} holds NaN or infinity; download the weights again")
     return largest

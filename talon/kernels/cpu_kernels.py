@@ -6,6 +6,7 @@ which torch's own operators are right, and the choice between the two (talon/loa
 
 import functools
 import hashlib
+import os
 from pathlib import Path
 
 import torch
@@ -13,12 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor, library, nn
 
 from model import attend
+from talon.graphs import remove_broken_libraries
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 
 # They follow those of torch.compile, made for other code. Not fusing is part of the arithmetic.
 FLAGS = ("-O2", "-g0", "-ffp-contract=off")
-
 GCC_FLAGS = ("-ftree-loop-vectorize",)
 
 MOST_ROWS = 64  # beyond that arithmetic is the bound, and torch's library is faster
@@ -26,20 +27,20 @@ MOST_INPUTS = 65793  # 255 * 128 * inputs must fit 32 bits
 
 
 def compile_operators() -> None:
-    """Compile the source, or take what an earlier run compiled; its operators are there then."""
+    """Compile the source, or take what an earlier run compiled."""
     from torch._inductor.codecache import CppCodeCache
     from torch._inductor.cpp_builder import is_gcc
 
+    remove_broken_libraries()
     # What is kept on disk belongs to this kind of CPU: -march=native says nothing about it.
     cpu = hashlib.sha256(repr(sorted(torch.cpu.get_capabilities().items())).encode())
     flags = (f"-DTALON_CPU=0x{cpu.hexdigest()[:8]}", *FLAGS, *(GCC_FLAGS if is_gcc() else ()))
-    source = SOURCE.read_text(encoding="utf-8")
-    CppCodeCache.load(source, extra_flags=flags, needs_vec_isa=False)
+    CppCodeCache.load(SOURCE.read_text("utf-8"), extra_flags=flags, needs_vec_isa=False)
 
 
 @functools.cache
 def load_or_reason() -> int | str:
-    """`load`, but where the operators cannot be had it returns why: it is tried once a process."""
+    """`load`, tried once in a process, which returns why the operators cannot be had."""
     try:
         compile_operators()
     except Exception as error:  # torch has many kinds, and some hold pages of a compiler's output
@@ -58,14 +59,14 @@ def outputs_of(x: Tensor, count: int) -> Tensor:
 
 
 def load() -> int:
-    """Make the operators available. Returns what those for integers use: 2 AMX, 1 VNNI, 0 neither.
-
-    ValueError where they cannot be compiled."""
+    """Make the operators available; ValueError where they cannot be compiled. Returns what those
+    for integers use: 2 AMX, 1 VNNI, 0 neither."""
     found = load_or_reason()
     if isinstance(found, str):
         raise ValueError(
             f"{SOURCE.name} cannot be compiled here ({found}): it needs a C++ compiler such as g++ "
-            "(CXX names another one) and a cache directory that can be written and executed from"
+            "(CXX names another one) and a cache that can be written and executed from; delete the "
+            f"cache {os.environ.get('TORCHINDUCTOR_CACHE_DIR')} if it is damaged"
         )
     return found
 

@@ -38,9 +38,9 @@ AMX_ROWS = 4  # from which tiles were measured to be faster; the numbers are the
 def quantize_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
     """int8 [out, in] and scales fp32 [out], symmetric; a row of zeros gets scale 0."""
     weight = weight.float()
-    scales = weight.abs().amax(1) / 127
-    steps = torch.where(scales[:, None] > 0, weight / scales[:, None], 0)
-    return steps.round().clamp(-127, 127).to(torch.int8), scales
+    scales = weight.abs().amax(1, keepdim=True) / 127
+    steps = torch.where(scales > 0, weight / scales, 0)
+    return steps.round().clamp(-127, 127).to(torch.int8), scales.flatten()
 
 
 def quantize_int4(
@@ -81,7 +81,7 @@ def fit_groups(groups: Tensor, share: Tensor) -> Grid:
     low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
     middle, half = (low + high) / 2, (high - low) / 2
     unit = torch.where(half > 0, half, 1)  # squares of very small or large weights would not fit
-    best, least = None, groups.new_tensor(math.inf)
+    best, least = None, groups.new_full((), math.inf)
     for shrink in (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, None, None):
         if shrink is None:
             scale, zero = regress(groups, best.steps, share)
@@ -100,7 +100,7 @@ def round_groups(groups: Tensor, flat: Tensor, scale: Tensor, zero: Tensor) -> G
     """Round to the nearest step, with scale and zero as bf16 can hold them."""
     zero = zero.bfloat16().float()
     # Where all weights are equal the scale is free: let it carry what bf16 cuts off the zero.
-    scale = torch.where(flat, groups[..., :1] - zero, scale).bfloat16().float()
+    scale = torch.where(flat, groups.narrow(-1, 0, 1) - zero, scale).bfloat16().float()
     steps = torch.where(scale == 0, 0, (groups - zero) / scale).round_().add_(8).clamp_(0, 15)
     return Grid(steps, scale, zero)
 

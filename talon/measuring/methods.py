@@ -197,19 +197,19 @@ class Peer:
         self.memory_bytes, self.trees = memory_bytes, {}
 
     def start(self, task: Task) -> "PeerText":
-        return PeerText(lambda mark: self.decode(task, mark))
+        return PeerText(self, task)
 
 
 class PeerText:
-    def __init__(self, decode: Callable[[Callable[[int], None]], list[int]]) -> None:
-        self.decode = decode
+    def __init__(self, peer: Peer, task: Task) -> None:
+        self.peer, self.task = peer, task
         self.tokens: list[int] = []
         # The start, then the end of every forward, with the tokens by then.
         self.marks: list[tuple[float, int]] = []
 
     def __iter__(self) -> Iterator:
         self.mark(0)
-        self.tokens = self.decode(self.mark)
+        self.tokens = self.peer.decode(self.task, self.mark)
         yield self.tokens
 
     def mark(self, count: int) -> None:
@@ -297,9 +297,8 @@ def peer_names(asked: str) -> list[str]:
     names = [] if asked == "none" else list(PEERS) if asked == "auto" else asked.split(",")
     for name in names:
         if name not in PEERS:
-            raise ValueError(
-                f"peer {name!r} is not known: give some of {', '.join(PEERS)}, or auto or none"
-            )
+            known = ", ".join(PEERS)
+            raise ValueError(f"peer {name!r} is not known: give auto, none or some of {known}")
         if asked != "auto" and importlib.util.find_spec(PEERS[name]) is None:
             raise ValueError(f"{name} is not installed: {INSTALL}")
     return list(dict.fromkeys(names))

@@ -9,6 +9,7 @@ import math
 import platform
 import statistics
 import sys
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -40,31 +41,30 @@ class Cell:
 
 def complete(cells: list[Cell], methods: int) -> list[Cell]:
     """The cells of prompts that every method has finished: an interruption leaves others, too."""
-    done: dict[tuple, int] = {}
-    for cell in cells:
-        key = cell.temperature, cell.repeat, cell.prompt
-        done[key] = done.get(key, 0) + 1
+    done = Counter((cell.temperature, cell.repeat, cell.prompt) for cell in cells)
     return [cell for cell in cells if done[cell.temperature, cell.repeat, cell.prompt] == methods]
+
+
+def grouped(cells: list[Cell], name: str) -> list[list[Decoded]]:
+    """The runs of each repetition or of each prompt."""
+    groups: dict[int, list[Decoded]] = {}
+    for cell in cells:
+        groups.setdefault(getattr(cell, name), []).append(cell.run)
+    return list(groups.values())
 
 
 def speeds(cells: list[Cell]) -> list[float]:
     """Tokens per second of each repetition."""
-    repeats: dict[int, list[Decoded]] = {}
-    for cell in cells:
-        repeats.setdefault(cell.repeat, []).append(cell.run)
-    return [speed(runs) for runs in repeats.values()]
+    return [speed(runs) for runs in grouped(cells, "repeat")]
 
 
 def typical(cells: list[Cell]) -> list[Decoded]:
     """Of every prompt the repetition of median speed: a machine that others use too is slow for
     seconds at a time, which is a prompt, not all of them."""
-    prompts: dict[int, list[Decoded]] = {}
-    for cell in cells:
-        if cell.run.stats.emitted:
-            prompts.setdefault(cell.prompt, []).append(cell.run)
+    decoded = [cell for cell in cells if cell.run.stats.emitted]
     return [
         sorted(runs, key=lambda run: run.stats.decode_s / run.stats.emitted)[len(runs) // 2]
-        for runs in prompts.values()
+        for runs in grouped(decoded, "prompt")
     ]
 
 
@@ -77,15 +77,11 @@ def ratio(a: float, b: float) -> float:
     return a / b if b else 0.0
 
 
-def spread_of(values: list[float]) -> float:
-    """Distance of the extremes as a share of the median."""
-    return ratio(max(values) - min(values), statistics.median(values)) if values else 0.0
-
-
 def summarize(method: TalonMethod | Peer, cells: list[Cell], plain: list[Cell]) -> dict:
     """One method at one temperature, from the typical repetition of every prompt; the spreads are
-    those of whole repetitions. `plain` holds the cells of its target's plain decoding."""
-    runs = typical(cells)
+    those of whole repetitions, as a share of their median. `plain` holds the cells of its target's
+    plain decoding."""
+    runs, repeats = typical(cells), speeds(cells)
     stats = [run.stats for run in runs]
     rounds, decoded = sum(s.rounds for s in stats), sum(s.emitted for s in stats)
     decode_s = sum(s.decode_s for s in stats)
@@ -102,7 +98,7 @@ def summarize(method: TalonMethod | Peer, cells: list[Cell], plain: list[Cell]) 
         "tree": method.trees.get(cells[0].temperature),
         "temperature": cells[0].temperature,
         "tokens_per_s": speed(runs),
-        "tokens_per_s_spread": spread_of(speeds(cells)),
+        "tokens_per_s_spread": ratio(max(repeats) - min(repeats), statistics.median(repeats)),
         "times_plain": ratio(speed(runs), speed(typical(plain))) or None,
         "first_token_s": statistics.median(cell.run.stats.prefill_s for cell in cells),
         "tokens": decoded,
@@ -115,7 +111,7 @@ def summarize(method: TalonMethod | Peer, cells: list[Cell], plain: list[Cell]) 
         "bytes_per_token": ratio(moved, decoded) or None,
         "bandwidth_bytes_per_s": ratio(moved, decode_s) or None,
         "memory_bytes": method.memory_bytes,
-        "peak_memory_bytes": max((c.run.peak_memory_bytes for c in cells), default=0) or None,
+        "peak_memory_bytes": max(cell.run.peak_memory_bytes for cell in cells) or None,
     }
 
 
@@ -191,10 +187,8 @@ def heading(report: dict) -> str:
             f"at most, {report['repeats']} repetitions"
         )
     if report["row_costs"]:
-        parts.append(
-            f"row costs behind {report['row_costs'][0]['committed']} cached tokens, "
-            f"reading at {report['read_bytes_per_s'] / 1e9:.1f} GB/s"
-        )
+        committed, rate = report["row_costs"][0]["committed"], report["read_bytes_per_s"] / 1e9
+        parts.append(f"row costs behind {committed} cached tokens, reading at {rate:.1f} GB/s")
     return "; ".join([*parts, "interrupted"] if report["interrupted"] else parts)
 
 
@@ -223,9 +217,9 @@ def write_reports(out: Path, report: dict) -> None:
     for name, plot in PLOTS.items():
         figure = plot(report)
         if figure is not None:
-            with atomic_file(out / name) as file:
+            with atomic_file(out / f"{name}.png") as file:
                 figure.savefig(file, format="png", dpi=120, bbox_inches="tight")
-            note(f"wrote {out / name}")
+            note(f"wrote {out / name}.png")
 
 
 # ---------------------------------------------------------------- plots
@@ -291,13 +285,9 @@ def speed_plot(report: dict) -> "Figure | None":
     title = f"Decoded tokens per second at temperature {best['temperature']:g}"
     figure, axes = new_figure(report, title)
     values = [row["tokens_per_s"] for row in bars.values()]
-    drawn = axes.barh(
-        list(bars),
-        values,
-        xerr=[row["tokens_per_s_spread"] * row["tokens_per_s"] / 2 for row in bars.values()],
-        color=[COLORS[0] if row["tree"] else GRAY for row in bars.values()],
-        error_kw={"lw": 1},
-    )
+    margins = [row["tokens_per_s_spread"] * row["tokens_per_s"] / 2 for row in bars.values()]
+    colors = [COLORS[0] if row["tree"] else GRAY for row in bars.values()]
+    drawn = axes.barh(list(bars), values, xerr=margins, color=colors, error_kw={"lw": 1})
     axes.bar_label(drawn, [f"{value:.0f}" for value in values], padding=4)
     axes.invert_yaxis()
     axes.margins(x=0.08)
@@ -335,7 +325,7 @@ def acceptance_plot(report: dict) -> "Figure | None":
     figure, axes = new_figure(report, f"{title}temperature {rows[0]['temperature']:g}")
     lines = []
     for row in rows:
-        name, shares = f"{row['tree']}{' (auto)' if is_auto(row) else ''}", row["accepted_by_depth"]
+        name, shares = row["tree"] + " (auto)" * is_auto(row), row["accepted_by_depth"]
         lines.append((name, list(range(1, len(shares) + 1)), shares))
     axes.set_xticks(max((depths for _, depths, _ in lines), key=len))
     axes.set_ylim(0, 1)
@@ -346,8 +336,4 @@ def acceptance_plot(report: dict) -> "Figure | None":
     return figure
 
 
-PLOTS = {
-    "tokens_per_s.png": speed_plot,
-    "row_costs.png": rows_plot,
-    "acceptance.png": acceptance_plot,
-}
+PLOTS = {"tokens_per_s": speed_plot, "row_costs": rows_plot, "acceptance": acceptance_plot}

@@ -49,17 +49,9 @@ def llama(
     n_layer: int, dim: int, n_kv_head: int, intermediate_size: int, vocab_size: int
 ) -> ModelConfig:
     """The shape of a LLaMA whose attention heads have 128 dimensions, with a context of 4096."""
-    return ModelConfig(
-        vocab_size=vocab_size,
-        dim=dim,
-        n_layer=n_layer,
-        n_head=dim // 128,
-        n_kv_head=n_kv_head,
-        head_dim=128,
-        intermediate_size=intermediate_size,
-        norm_eps=1e-5,
-        max_seq_length=4096,
-    )
+    sizes = {"n_layer": n_layer, "dim": dim, "n_kv_head": n_kv_head, "vocab_size": vocab_size}
+    sizes |= {"n_head": dim // 128, "head_dim": 128, "intermediate_size": intermediate_size}
+    return ModelConfig(**sizes, norm_eps=1e-5, max_seq_length=4096)
 
 
 MODELS = {

@@ -131,10 +131,14 @@ class Exchange:
             while (start := decoder.reusable(run.ids)) + part < len(run.ids):
                 decoder.prefill(run.ids[: start + part], start, decoder.picks.set(run.sampling))
                 await self.pause()
-            for piece, drafted in asked.text.marked():
-                if asked.streams and piece:
-                    self.send_event(asked.part(piece, drafted=drafted))
-                await self.pause()
+            try:
+                for piece, drafted in asked.text.marked:
+                    if asked.streams and piece:
+                        self.send_event(asked.part(piece, drafted=drafted))
+                    await self.pause()
+            finally:  # a round under way is finished and kept, whoever ends the text
+                run.end(run.stop_reason or "gone")
+                list(asked.text.marked)
         usage = asked.usage(reused)
         note(f"{len(run.ids)} tokens, {reused} of them reused, then {len(run.tokens)} new ones")
         if not asked.streams:

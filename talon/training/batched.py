@@ -1,8 +1,7 @@
-"""Many texts of one target in a batch, a token of each a step: for making data, never for decoding.
+"""Many texts of one target in a batch, a token of each a step: to make data, never to decode.
 
-The layers are the target's own; only attention is written out here for one row of each of B texts,
-every text with a cache and a length of its own. Leaves out: who says what (self_talk.py,
-evaluation.py), drafting.
+The layers are the target's own; attention is written out for one row of each of B texts. Leaves
+out: who says what (self_talk.py, evaluation.py), drafting.
 """
 
 from collections import Counter, deque
@@ -90,8 +89,8 @@ class BatchedDecoder:
         self.model, c, weight = model, model.config, model.norm.weight
         self.device = weight.device
         self.batch = fit_batch(c, length, wanted, weight.dtype, available_memory(self.device))
-        self.cache = KVCache(c.n_layer, self.batch * c.n_kv_head, length, c.head_dim, weight.dtype)
-        self.cache.to(self.device)
+        cache = KVCache(c.n_layer, self.batch * c.n_kv_head, length, c.head_dim, weight.dtype)
+        self.cache = cache.to(self.device)
         self.table = rope_table(length, c.head_dim, c.rope_theta, c.rope_scaling).to(self.device)
         self.seed = torch.tensor([seed], device=self.device)
         self.top_k = torch.tensor([SAMPLING_POOL], device=self.device)

@@ -2,8 +2,7 @@
 
 A line is one conversation: {"ids": [...], "spans": [[start, end], ...]}, as self_talk.py writes
 them, or text as {"messages": [...]} or {"conversations": [...]} (ShareGPT), which the target's chat
-template turns into ids. Lines that cannot be used are counted by reason. Leaves out: making
-conversations (self_talk.py), tools, several answers a turn.
+template turns into ids. Leaves out: making them (self_talk.py), tools, several answers a turn.
 """
 
 import os
@@ -53,10 +52,7 @@ def read_conversations(
     for reason, count in skipped.items():
         note(f"skipped {count} of {len(found) + skipped.total()} conversations: {reason}")
     if not found:
-        raise ValueError(
-            f"{path} holds no conversation to train on: each needs an answer and at most {limit} "
-            "tokens"
-        )
+        raise ValueError(f"{path} has no conversation with an answer in {limit} tokens: give some")
     return found
 
 
@@ -84,8 +80,8 @@ def need_template(tokenizer: Tokenizer | None) -> Tokenizer:
     if tokenizer is None or "default" not in tokenizer.settings.templates:
         lacks = "no tokenizer" if tokenizer is None else "a tokenizer without a default template"
         raise ValueError(
-            f"the target has {lacks}, and a conversation of text needs one: copy tokenizer.json "
-            "and tokenizer_config.json next to it, or give --data FILE with ids and spans"
+            f"the target has {lacks}, which text needs: copy tokenizer.json and "
+            "tokenizer_config.json next to it, or give --data FILE with ids and spans"
         )
     return tokenizer
 
@@ -133,8 +129,7 @@ def tokenise(
     The chat template itself says where answers are: what it renders up to an answer is the prompt
     that decoding would start from, and the answer is what it appends, with the token that ends a
     turn. Where it writes earlier turns in another way, without their reasoning say, the answers
-    after them stand in a conversation of their own.
-    """
+    after them stand in a conversation of their own."""
     stops = [re.escape(tokenizer.decode([i], skip_special=False)) for i in stop_ids]
     end_of_turn = re.compile(rf"\s*({'|'.join(filter(None, stops)) or '(?!)'})")
     rows: list[tuple[str, list[tuple[int, int]]]] = []  # texts, and where their answers are
@@ -161,10 +156,8 @@ def tokenise(
 def find_answer(
     prompt: str, full: str, content: str, end_of_turn: re.Pattern
 ) -> tuple[int, str] | None:
-    """Where an answer starts, and the text up to its end.
-
-    prompt: what the template renders before it; full: the same with the answer.
-    """
+    """Where an answer starts, and the text up to its end. prompt: what the template renders before
+    it; full: the same with the answer."""
     start = shared(prompt, full)
     said, at = content, full.find(content, start)
     dropped = at < 0 and THOUGHT in content and THOUGHT not in full[start:]
@@ -195,8 +188,7 @@ def shared(a: str | list[int], b: str | list[int]) -> int:
 
 
 def fault_of(row: Conversation, vocab_size: int, limit: int) -> str | None:
-    """Why a conversation cannot be trained on, if so. The first id that can be guessed is the
-    third."""
+    """Why a conversation cannot be trained on, if so. The third id is the first to be guessed."""
     if len(row.ids) > limit:
         return f"longer than {limit} tokens"
     if not row.ids or not 0 <= min(row.ids) <= max(row.ids) < vocab_size:

@@ -1,10 +1,8 @@
 """How long a head's guesses hold: acceptance on real questions, without decoding once per tree.
 
 Greedy decoding gives the same text with any head and any tree, so the target answers each question
-once, in a batch, and its features are read off in one pass. Then the head drafts along that known
-text, by the code that drafts when decoding: only the target's verdict is looked up instead of
-computed. The counts are those of generate.py in the same precision. Leaves out: speed
-(benchmark.py).
+once, in a batch. Then the head drafts along that known text, by the code that drafts when decoding:
+only the target's verdict is looked up instead of computed. Leaves out: speed (benchmark.py).
 
     python train_draft.py --checkpoint_path F --evaluate QUESTIONS.jsonl --out DIR_OF_THE_HEAD
 """
@@ -19,6 +17,7 @@ from eagle_draft import DraftHead, Entries
 from model import At, Transformer
 from talon.decoder import RoundStats
 from talon.drafters.eagle import EagleDrafter
+from talon.graphs import as_it_is
 from talon.sampling import Greedy
 from talon.training.batched import BatchedDecoder, Slot
 from talon.training.conversations import Conversation
@@ -87,9 +86,7 @@ def replay(
     device = head.d2t.device
     # -1 is what no head guesses.
     known = torch.tensor(ids + [-1] * (tree.levels + 2), device=device)
-    drafter = EagleDrafter(
-        head, tree, len(ids) + tree.nodes + tree.draft_slots, lambda function: function
-    )
+    drafter = EagleDrafter(head, tree, len(ids) + tree.nodes + tree.draft_slots, as_it_is)
     features, _ = read_by_head(features, head.config.target_dim)
     slots = torch.arange(drafter.stage.cache.rows, device=device)
 

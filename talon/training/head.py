@@ -26,8 +26,7 @@ RANK_PRIOR = 30000
 
 def draft_vocabulary(data: list[Conversation], vocab_size: int, size: int) -> Tensor:
     """The `size` ids the head may guess, ascending int64: frequent in the answers, or low in the
-    tokenizer's own order, which for BPE is an order of frequency and fills up what little data
-    leaves open."""
+    tokenizer's own order, which for BPE is one of frequency too."""
     counts: Counter[int] = Counter()
     for row in data:
         for start, end in row.spans:
@@ -43,10 +42,7 @@ def head_config(target: ModelConfig, config: TrainingConfig) -> DraftConfig:
     if size is None:
         size = t.vocab_size if t.vocab_size <= 32768 else 32000
     if not 1 <= size <= t.vocab_size:
-        raise ValueError(
-            f"draft_vocab_size {size} is not allowed: give 1 to {t.vocab_size}, the target's "
-            "vocabulary"
-        )
+        raise ValueError(f"draft_vocab_size {size} is not allowed: give 1 to {t.vocab_size}")
     return DraftConfig(
         family=config.head, dim=t.dim, n_head=t.n_head, n_kv_head=t.n_kv_head,
         head_dim=t.head_dim, intermediate_size=t.intermediate_size, norm_eps=t.norm_eps,
@@ -58,8 +54,7 @@ def head_config(target: ModelConfig, config: TrainingConfig) -> DraftConfig:
 
 
 def build_head(config: DraftConfig, model: Transformer, ids: Tensor, seed: int) -> DraftHead:
-    """A fresh head in fp32 that at first repeats the newest feature: fc passes it on, the layer
-    adds little."""
+    """A fresh head in fp32 that repeats the newest feature: at first its layer adds little."""
     generator = torch.Generator().manual_seed(seed)
     head = DraftHead(config)
     c, device = config, model.norm.weight.device
@@ -83,8 +78,7 @@ def output_rows(model: Transformer, ids: Tensor) -> nn.Linear:
 
 
 def borrow(head: DraftHead, model: Transformer) -> Tensor:
-    """Give the head what it shares with the target, frozen; returns the target's lm_head for the
-    draft vocabulary, [Vd, C]."""
+    """Give the head what it shares with the target, frozen; returns the reduced lm_head [Vd, C]."""
     shared = output_rows(model, head.target_ids)
     if not head.config.own_embedding:
         head.tok_embeddings = model.tok_embeddings.requires_grad_(False)
@@ -115,16 +109,13 @@ def write_head(path: Path, head: DraftHead, source: dict) -> None:
 def read_head(
     path: Path, model: Transformer, config: TrainingConfig, ids: Tensor | None
 ) -> DraftHead:
-    """A head to go on from. Its draft vocabulary stays, unless it borrows its output and another
-    one is asked for: `ids`."""
+    """A head to go on from; one that borrows its output may get another draft vocabulary, `ids`."""
     file, c = read_file(path, "draft")
     c = fit_head(path, c, model.config)
     if c.family != config.head:
         raise ValueError(f"{path} is an {c.family} head, not {config.head}: give --head {c.family}")
     if file.quantization:
-        raise ValueError(
-            f"{path} is quantised and cannot be trained: give the head it was made from"
-        )
+        raise ValueError(f"{path} is quantised: give the head that it was made from")
     if ids is None or c.own_output:
         ids = torch.arange(c.draft_vocab_size)
         ids = ids + (file.tensor("d2t") if "d2t" in file.specs else 0)

@@ -1,11 +1,9 @@
-"""The head as it is trained: many entries at once, several levels of drafting, and the teacher's
-side of the losses.
+"""The head as it is trained, its losses, and the teacher's side of them.
 
-The teacher is the target itself, run by the code that decodes, so its features are those that
-decoding reads. The head is the DraftHead that decodes: only its attention is another, one that
-unrolls the levels of drafting over whole conversations (training-time test, EAGLE-3, arXiv
-2503.01840, section 3.2; used here for EAGLE-1 heads too). Leaves out: data (conversations.py,
-self_talk.py), the run and its files (run.py).
+The teacher is the target itself, run by the code that decodes. The head is the DraftHead that
+decodes: only its attention is another, one that unrolls the levels of drafting over whole
+conversations (training-time test, EAGLE-3, arXiv 2503.01840, section 3.2; used here for EAGLE-1
+heads too). Leaves out: data (conversations.py, self_talk.py), the run and its files (run.py).
 """
 
 import random
@@ -53,8 +51,7 @@ class UnrolledAttention(Attention):
     At the first level an entry sees its predecessors and itself. An entry of a later level stands
     for a drafted node: it sees the same true entries and its own ancestors, which are the entries
     of the same position at the earlier levels. `kv` is the list of the levels' keys and values;
-    this call appends its own.
-    """
+    this call appends its own."""
 
     def forward(self, x: Tensor, place: Place, kv: list, residual: Tensor) -> Tensor:
         """x: [B * T, in_dim]; place: rope [2, B * T, D], no slots, and mask bool [T, T], causal."""
@@ -62,12 +59,11 @@ class UnrolledAttention(Attention):
         length = mask.shape[0]
         heads, groups, size = self.n_head, self.n_kv_head, self.head_dim
         q, k, v = self.wqkv(x).view(-1, heads + 2 * groups, size).split((heads, groups, groups), 1)
-        # [B, G, T, H/G, D] for queries, [B, G, T, D] for keys and values
-        q = rotate(q, rope).view(-1, length, groups, heads // groups, size).transpose(1, 2)
+        # [B, G, H/G, T, D] for queries, [B, G, T, D] for keys and values
+        q = rotate(q, rope).view(-1, length, groups, heads // groups, size).permute(0, 2, 3, 1, 4)
         k = rotate(k, rope).view(-1, length, groups, size).transpose(1, 2)
         v = v.view(-1, length, groups, size).transpose(1, 2)
         kv.append((k, v))
-        q = q.transpose(2, 3)  # [B, G, H/G, T, D]
         keys, values = kv[0]
         scores = (q @ keys[:, :, None].transpose(-1, -2)).float().masked_fill(~mask, float("-inf"))
         own = [(q * key[:, :, None]).sum(-1, keepdim=True).float() for key, _ in kv[1:]]
@@ -96,8 +92,7 @@ class Batch(NamedTuple):
     """B conversations, padded at the end.
 
     What entry i of a conversation learns at level s (0 is the first): its token is i+1+s, its
-    position i+s, and what it has to guess is the target's choice after that token.
-    """
+    position i+s, and what it has to guess is the target's choice after that token."""
 
     ids: Tensor  # int64 [B, T]
     answer: Tensor  # bool [B, T], the token belongs to an answer
@@ -173,8 +168,7 @@ class Unrolled(nn.Module):
         output = self.target_output
         teacher = F.linear(wanted.to(output.dtype), output).float().softmax(-1)
         ce = -(teacher * logits.log_softmax(-1)).sum(-1)
-        # Where the target's choice is outside the draft vocabulary, the rest of its distribution is
-        # noise.
+        # Where the choice is outside the draft vocabulary, the rest of the distribution is noise.
         known = self.known[choice]
         ce = (ce * known).sum() / known.sum().clamp(min=1)
         feature = ce * 0
@@ -197,16 +191,15 @@ class Teacher:
     """The target's features and choices for whole conversations, by the forward that decodes.
 
     One conversation a forward keeps its numbers independent of its neighbours, so a resumed run
-    meets the same ones. What fits in `cache_bytes` is kept for the next epoch.
-    """
+    meets the same ones. What fits in `cache_bytes` is kept for the next epoch."""
 
     def __init__(
         self, model: Transformer, head: DraftConfig, length: int, cache_bytes: int = 0
     ) -> None:
         """length: tokens of the longest conversation."""
         self.model, self.head, c, weight = model, head, model.config, model.norm.weight
-        self.kv = KVCache(c.n_layer, c.n_kv_head, length, c.head_dim, weight.dtype)
-        self.kv.to(weight.device)
+        kv = KVCache(c.n_layer, c.n_kv_head, length, c.head_dim, weight.dtype)
+        self.kv = kv.to(weight.device)
         self.table = rope_table(length, c.head_dim, c.rope_theta, c.rope_scaling).to(weight.device)
         self.slots = torch.arange(length, device=weight.device)
         self.start = torch.zeros(1, dtype=torch.int64, device=weight.device)
@@ -215,8 +208,7 @@ class Teacher:
 
     @torch.no_grad()
     def run(self, ids: list[int]) -> tuple[Tensor, Tensor]:
-        """Features [T, levels * C + C], the state after the final norm last, and choices int64
-        [T]."""
+        """Features [T, levels * C + C], the one after the final norm last; choices int64 [T]."""
         slots, layers = self.slots[: len(ids)], self.head.feature_layers or ()
         mask = causal_mask(self.start, len(ids), slots)
         place = Place(self.table[:, : len(ids)], slots, mask)
@@ -254,8 +246,7 @@ class Teacher:
 def scale_inputs(
     head: DraftHead, teacher: Teacher, data: list[Conversation], sample: int = 16
 ) -> None:
-    """Measure the usual size of fc's inputs on a few conversations; the first token's, which is
-    huge, left out."""
+    """Measure the usual size of fc's inputs on a few texts, but for the first token's huge ones."""
     squares, count = 0.0, 0
     for row in random.Random(0).sample(data, min(sample, len(data))):
         read, final = read_by_head(teacher(row.ids)[0][1:].float(), head.config.target_dim)

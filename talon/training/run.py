@@ -1,8 +1,7 @@
 """A training under way: its optimisers, batches, steps, validation, log and checkpoints.
 
 Everything random follows from the seed and the step's number, so a run that was interrupted goes on
-to the same numbers. Leaves out: the command line (train_draft.py), the losses and what decides the
-numbers (losses.py), data (conversations.py, self_talk.py).
+to the same numbers. Leaves out: the command line (train_draft.py), the losses (losses.py).
 """
 
 import json
@@ -82,10 +81,8 @@ class TrainingRun:
         self.steps_per_epoch = len(self.planned[1]) // processes.count
         self.total = config.epochs * self.steps_per_epoch
         if not self.steps_per_epoch:
-            raise ValueError(
-                f"{len(self.data)} conversations are fewer batches than the {processes.count} "
-                "processes: lower --batch_tokens, or start fewer processes"
-            )
+            few = f"{len(self.data)} conversations are fewer batches than processes"
+            raise ValueError(f"{few}: lower --batch_tokens, or start less than {processes.count}")
         self.step, self.tokens = 0, 0
         self.stop: tuple[int, float] | None = None  # the signal that asked to, and when
         self.started = time.process_time()
@@ -96,11 +93,13 @@ class TrainingRun:
 
     @property
     def marks(self) -> dict:
-        """What must be the same to resume, by name."""
-        return asdict(self.config) | {
-            "data": data_mark(self.held + self.data),
-            "target": target_mark(self.model),
-        }
+        """What must be the same to resume, by name; sums tell data or targets of one size apart."""
+        c, norm = self.model.config, float(self.model.norm.weight.double().sum())
+        size = f"{c.n_layer} layers of {c.dim}, vocabulary {c.vocab_size}"
+        rows = self.held + self.data
+        tokens, ids = sum(len(row.ids) for row in rows), sum(sum(row.ids) for row in rows)
+        data = f"{len(rows)} conversations, {tokens} tokens, ids sum {ids}"
+        return asdict(self.config) | {"data": data, "target": f"{size}, final norm {norm:.6f}"}
 
     def autocast(self) -> torch.autocast:
         enabled = self.config.dtype == "bf16"
@@ -119,8 +118,7 @@ class TrainingRun:
         return self.config.unroll if step >= self.config.unroll_from * self.total else 1
 
     def noise(self, batch: Batch, generator: torch.Generator) -> Tensor:
-        """Uniform noise on the features: a drafted feature is never exact, and too little data is
-        soon learnt by heart."""
+        """Uniform noise on the features, for drafted ones are never exact."""
         width = sum(x.shape[-1] for x in batch.features)
         noise = torch.rand(batch.ids.numel(), width, generator=generator).sub_(0.5).mul_(2)
         scale = self.head.fc.parametrizations.weight[0].scale[-width:]
@@ -134,15 +132,13 @@ class TrainingRun:
         return [self.data[n] for n in self.planned[1][index * self.processes.count + rank]]
 
     def batches(self, step: int) -> list[Batch]:
-        """This process's part of a step, as batches that fit into a forward.
-
-        The forwards of a sharded target are common work: who has fewer conversations than another
-        process repeats one."""
+        """This process's part of a step, as batches that fit into a forward."""
         rank, count, sharded = self.processes
         rows = self.rows(step, rank)
         size = math.ceil(len(rows) / max(1, round(self.config.batch_tokens / FORWARD_TOKENS)))
         batches = [self.teacher.batch(rows[i : i + size]) for i in range(0, len(rows), size)]
         if sharded:
+            # Its forwards are common work: who has fewer than another process repeats one.
             most = max(len(self.rows(step, other)) for other in range(count))
             for _ in range(most - len(rows)):
                 self.teacher.run(rows[0].ids)
@@ -172,9 +168,8 @@ class TrainingRun:
         norm = float(nn.utils.clip_grad_norm_(self.trained.values(), 1.0))
         if not math.isfinite(loss + norm):
             raise ValueError(
-                f"the loss is not finite at step {step} (loss {loss}, gradient {norm}): the last "
-                f"checkpoint in {self.out} is intact; lower --lr, or try --dtype fp32 and check "
-                "the data"
+                f"the loss is not finite at step {step} (loss {loss}, gradient {norm}): lower --lr "
+                f"or try --dtype fp32; the last checkpoint in {self.out} is intact"
             )
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
@@ -204,8 +199,7 @@ class TrainingRun:
         if self.processes.rank:
             return
         settings, marks = asdict(self.config), self.marks
-        made_by = {"trained_by": "train_draft.py", "target": marks["target"]}
-        source = made_by | {"settings": settings}
+        source = {"trained_by": "train_draft.py", "target": marks["target"], "settings": settings}
         state = self.progress | {
             "settings": settings,
             "source": source,
@@ -221,8 +215,7 @@ class TrainingRun:
                 torch.save(state, file)
 
     def restore(self) -> None:
-        """Go on where `save` was called last. ValueError if anything that decides the numbers has
-        changed."""
+        """Go on where `save` was called last, if nothing that decides the numbers has changed."""
         path = self.out / STATE_FILE
         state = read_state(path, self.device)
         was = state["settings"] | {"data": state["data"], "target": state["source"]["target"]}
@@ -231,32 +224,28 @@ class TrainingRun:
         if changed:
             raise ValueError(
                 f"{path} was made with another {', '.join(changed)} ({was.get(changed[0])}, now "
-                f"{now[changed[0]]}): give the same options and data, or use --init to start "
-                "from the head alone"
+                f"{now[changed[0]]}): give the same, or --init to start from the head alone"
             )
         shapes = {name: value.shape for name, value in state["head"].items()}
         if shapes != {name: parameter.shape for name, parameter in self.trained.items()}:
             raise ValueError(f"{path} holds another head: start without --resume")
         if not 0 <= state["step"] < self.total:
-            raise ValueError(
-                f"{self.out} is at step {state['step']} of {self.total}: nothing is left to do; "
-                "use --init to go on from its head with a new schedule"
-            )
+            at = f"{self.out} is at step {state['step']} of {self.total}"
+            raise ValueError(f"{at}: nothing is left to do; go on from its head with --init")
         try:
             for optimizer, values in zip(self.optimizers, state["optimizers"], strict=True):
                 optimizer.load_state_dict(values)
         except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(
-                f"{path} does not fit this run ({error}): start without --resume"
-            ) from None
+            fault = f"{path} does not fit this run ({error})"
+            raise ValueError(f"{fault}: start without --resume") from None
         with torch.no_grad():
             for name, value in state["head"].items():
                 self.trained[name].copy_(value)
         self.step, self.tokens = state["step"], state["tokens"]
         self.started = time.process_time() - state["cpu_s"]
         log = self.out / LOG_FILE
-        first = self.processes.rank == 0
-        if first and log.exists() and "log_bytes" in state:  # what was logged after comes again
+        # What was logged after the checkpoint comes again.
+        if self.processes.rank == 0 and log.exists() and "log_bytes" in state:
             os.truncate(log, min(state["log_bytes"], log.stat().st_size))
 
     def train(self) -> None:
@@ -289,7 +278,7 @@ class TrainingRun:
 
     def ask_to_stop(self, number: int, _: object) -> None:
         """The first Ctrl-C ends the run after this step; a second one ends it at once, the last
-        checkpoint intact. torchrun repeats within a moment what its processes have heard."""
+        checkpoint intact. Within a moment torchrun repeats the first."""
         if self.stop is None:
             self.stop = number, time.monotonic()
             note("stopping after this step; press Ctrl-C again to stop at once")
@@ -308,9 +297,7 @@ class TrainingRun:
 def build_optimizers(trained: dict[str, nn.Parameter]) -> list[torch.optim.Optimizer]:
     """Muon (Jordan et al. 2024) for the matrices of fc and the layer, AdamW for everything else.
 
-    `share` scales the learning rate, which every step sets. On SmolLM2, in 124 steps on the same
-    130,000 tokens, Muon (lr 2e-3) came to 37.1 % right guesses on held-out text where AdamW
-    (lr 1e-3) came to 33.8 %, in as much time."""
+    `share` scales the learning rate, which every step sets."""
     inner = [n for n, p in trained.items() if p.dim() == 2 and n.startswith(("fc.", "layer."))]
     matrices = {"params": [trained[n] for n in inner], "share": 1.0}
     others = {"params": [p for n, p in trained.items() if n not in inner], "share": 0.25}
@@ -321,18 +308,15 @@ def build_optimizers(trained: dict[str, nn.Parameter]) -> list[torch.optim.Optim
 
 
 def plan_epoch(data: list[Conversation], config: TrainingConfig, epoch: int) -> list[list[int]]:
-    """The epoch's batches as lists of conversation numbers, about `batch_tokens` answer tokens
-    each."""
+    """The epoch's batches of about `batch_tokens` answer tokens: lists of conversation numbers."""
     rng = random.Random(f"{config.seed}/{epoch}")
     order = list(range(len(data)))
     rng.shuffle(order)
     tokens = sum(row.answer_tokens for row in data)
     per_batch = max(1, round(config.batch_tokens * len(data) / tokens))
-    batches = []
-    for start in range(0, len(order), per_batch * LENGTH_POOL):
-        pool = sorted(
-            order[start : start + per_batch * LENGTH_POOL], key=lambda n: len(data[n].ids)
-        )
+    size, batches = per_batch * LENGTH_POOL, []
+    for start in range(0, len(order), size):
+        pool = sorted(order[start : start + size], key=lambda n: len(data[n].ids))
         batches += [pool[i : i + per_batch] for i in range(0, len(pool), per_batch)]
     rng.shuffle(batches)
     return batches
@@ -348,10 +332,8 @@ def writing(out: Path) -> Iterator[None]:
         short = "inline_container" in str(error) and "the disk took only a part"
         if not (reason := getattr(error, "strerror", None) or short):
             raise
-        raise ValueError(
-            f"the training cannot be written to {out} ({reason}): make room, then go on with "
-            "--resume from the last checkpoint, which is intact"
-        ) from None
+        failed = f"the training cannot be written to {out} ({reason})"
+        raise ValueError(f"{failed}: make room, then --resume the last checkpoint") from None
 
 
 def read_state(path: Path, device: torch.device) -> dict:
@@ -359,13 +341,10 @@ def read_state(path: Path, device: torch.device) -> dict:
     try:
         state = torch.load(path, map_location=device, weights_only=True)
     except Exception as error:  # torch raises many kinds for a damaged file
-        raise ValueError(
-            f"{path} cannot be read ({type(error).__name__}): start without --resume"
-        ) from None
+        fault = f"{path} cannot be read ({type(error).__name__})"
+        raise ValueError(f"{fault}: start without --resume") from None
     if not isinstance(state, dict) or not state.keys() >= STATE_KEYS:
-        raise ValueError(
-            f"{path} is not the state of a run of this version: use --init to start from its head"
-        )
+        raise ValueError(f"{path} is not the state of a run: use --init to start from its head")
     return state
 
 
@@ -379,15 +358,3 @@ def averages(table: Tensor) -> dict[str, list[float]]:
 
 def rounded(value: float) -> float:
     return float(f"{value:.5g}")
-
-
-def data_mark(data: list[Conversation]) -> str:
-    """Tells one data set from another, for --resume."""
-    tokens, total = sum(len(row.ids) for row in data), sum(sum(row.ids) for row in data)
-    return f"{len(data)} conversations, {tokens} tokens, ids sum {total}"
-
-
-def target_mark(model: Transformer) -> str:
-    """Tells one target from another of the same shape."""
-    c, total = model.config, float(model.norm.weight.double().sum())
-    return f"{c.n_layer} layers of {c.dim}, vocabulary {c.vocab_size}, final norm {total:.6f}"

@@ -1,10 +1,9 @@
 """Conversations that the target makes itself: it invents user turns and answers them.
 
-A head learns to guess one target, so the best text is the target's own. User turns are sampled from
-the model after its own chat template, from openers, or filled from a bank of prompts, or they are
-the first turns of a file; many conversations go at a time, one row of a batch each. Answers that
-loop are cut, degenerate and repeated conversations dropped. Leaves out: the batch (batched.py),
-reading conversations (conversations.py), several answers a turn.
+User turns are sampled from the model after its own chat template, from openers, or filled from a
+bank of prompts, or they are the first turns of a file. Answers that loop are cut, degenerate and
+repeated conversations dropped. Leaves out: the batch (batched.py), reading conversations
+(conversations.py), several answers a turn.
 
     python train_draft.py --checkpoint_path F --head eagle1 --data self --out DIR
 """
@@ -92,10 +91,8 @@ class SelfTalk:
         try:
             rendered = tokenizer.render_chat([{"role": "user", "content": "\0"}])
         except ValueError:
-            raise ValueError(
-                "the target's chat template refuses a conversation that starts with the user, as "
-                "it would talk to itself: give --data FILE without --regenerate"
-            ) from None
+            refusal = "the target's chat template refuses a conversation that the user starts"
+            raise ValueError(f"{refusal}: give --data FILE without --regenerate") from None
         self.before, _, after = rendered.partition("\0")
         around = tokenizer.encode(self.before + after, add_bos=False)
         self.longest_turn = min(USER_LIMIT, config.longest_prompt - len(around))
@@ -117,13 +114,13 @@ class SelfTalk:
         it follows from the seed, its number and what was said before."""
         rng = random.Random(f"{self.config.seed}/{number}")
         temperature = 0.0 if rng.random() < GREEDY_SHARE else TEMPERATURE
+        share, ids = rng.random(), None
         if self.given is not None:
             if number >= len(self.given):
                 return None
             ids = self.given[number]
-            return Slot(number, deque(ids), temperature, start=len(ids))
-        share = rng.random()
-        ids = self.new_prompt(rng) if share < FILLED_SHARE else None
+        elif share < FILLED_SHARE:
+            ids = self.new_prompt(rng)
         if ids is not None:
             self.prompts.add(tuple(ids))
             return Slot(number, deque(ids), temperature, start=len(ids))
@@ -145,8 +142,7 @@ class SelfTalk:
         return None
 
     def advance(self, slot: Slot, token: int) -> dict | None:
-        """Take the model's choice. Returns the finished conversation, {} if it is to be dropped,
-        None while it goes on."""
+        """Take the model's choice. The finished conversation, {} to drop it; None: it goes on."""
         if slot.start is None:
             return self.advance_turn(slot, token)
         slot.ids.append(token)
@@ -154,8 +150,7 @@ class SelfTalk:
         full = length == self.config.longest_answer or len(slot.ids) == self.config.length
         if not (token in self.stop_ids or full or loops(slot)):
             return None
-        repeated = tuple(slot.ids[slot.start : slot.start + 32]) in self.answers
-        if length < SHORTEST_ANSWER or repeated:
+        if length < SHORTEST_ANSWER or tuple(slot.ids[slot.start :][:32]) in self.answers:
             return {}
         return {
             "number": slot.number, "ids": slot.ids, "spans": [[slot.start, len(slot.ids)]],
@@ -179,8 +174,7 @@ class SelfTalk:
         return None
 
     def run(self, first: int) -> Iterator[dict]:
-        """Finished conversations, numbered from `first` on; without end unless the prompts are
-        given."""
+        """Finished conversations, numbered from `first` on; only given prompts come to an end."""
         numbers = itertools.count(first)
         slots = [self.open(next(numbers)) for _ in range(self.decoder.batch)]
         while any(slots):
@@ -198,16 +192,12 @@ def make_conversations(
     model: Transformer, tokenizer: Tokenizer | None, config: TalkConfig, out: Path,
     turns: Path | None = None,
 ) -> Path:  # fmt: skip
-    """The file in `out` of what the target said, to itself or after the first turns of a file.
-
-    An interrupted file is taken up again; a line that was cut short is dropped.
-    """
+    """The file in `out` of what the target said, to itself or after the first turns of a file. An
+    interrupted file is taken up again; a line that was cut short is dropped."""
     tokenizer = need_template(tokenizer)
     if config.length < SHORTEST_TALK:
-        raise ValueError(
-            f"max_length {config.length} leaves the target no room to talk: give at least "
-            f"{SHORTEST_TALK}, or --data FILE without --regenerate"
-        )
+        few = f"max_length {config.length} leaves the target no room to talk"
+        raise ValueError(f"{few}: give at least {SHORTEST_TALK}")
     given = read_first_turns(turns, tokenizer, config) if turns else None
     talk = SelfTalk(model, tokenizer, config, given)
     # Answers to another file, or to what this one was, are not gone on with.
@@ -243,7 +233,5 @@ def read_first_turns(path: Path, tokenizer: Tokenizer, config: TalkConfig) -> li
                 prompts.append(tokenizer.encode_chat(messages[: roles.index("user") + 1]))
     prompts = [ids for ids in prompts if len(ids) <= config.longest_prompt]
     if not prompts:
-        raise ValueError(
-            f"{path} holds no user turn that fits: give conversations with a role user or human"
-        )
+        raise ValueError(f"{path} holds no user turn that fits: give roles user or human")
     return prompts

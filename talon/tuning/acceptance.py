@@ -111,14 +111,13 @@ def true_path(tree: Tree, tokens: np.ndarray, parents: np.ndarray, ahead: list[i
     """Flat index of the candidate that is true at each depth, -1 from the first miss on."""
     path, parent = [], -1
     for level, token in enumerate(ahead, start=1):
-        start = tree.block(level)
-        block = slice(start, start + (tree.top_k if level == 1 else tree.beam * tree.top_k))
+        block = slice(tree.block(level), tree.block(level + 1))
         found = np.flatnonzero((tokens[block] == token) & (parents[block] == parent))
         if not len(found):
-            return path + [-1] * (len(ahead) - len(path))
-        parent = start + int(found[0])
+            break
+        parent = block.start + int(found[0])
         path.append(parent)
-    return path
+    return path + [-1] * (len(ahead) - len(path))
 
 
 def looked_up(text: list[int], root: int, ahead: list[int]) -> int:
@@ -131,9 +130,8 @@ def looked_up(text: list[int], root: int, ahead: list[int]) -> int:
 def paths_accepted(recording: Recording, paths: Iterable[Iterable[int]]) -> np.ndarray:
     """int64 [R]: accepted nodes of a static tree, given by its rank paths, in every round."""
     kept, levels = {tuple(path) for path in paths}, range(1, recording.tree.levels + 1)
-    found = [
-        [tuple(ranks[:depth]) in kept for depth in levels] for ranks in recording.ranks.tolist()
-    ]
+    ranks = recording.ranks.tolist()
+    found = [[tuple(row[:depth]) in kept for depth in levels] for row in ranks]
     return np.array(found).cumprod(1).sum(1)
 
 
@@ -143,14 +141,11 @@ def dynamic_accepted(
     """int64 [R] for each of several sizes: accepted nodes of a dynamic tree in every round, by
     selecting again from what was recorded."""
     tree, scores = recording.tree, recording.scores
-    count = scores.shape[0]
     rank = np.arange(scores.shape[1]) % tree.top_k
-    allowed = np.zeros(scores.shape, dtype=bool)
-    beam = np.zeros(scores.shape, dtype=bool)
+    allowed, beam = (np.zeros(scores.shape, dtype=bool) for _ in range(2))
     for level in range(1, levels + 1):
-        start = tree.block(level)
-        block = np.arange(start, start + (tree.top_k if level == 1 else tree.beam * tree.top_k))
-        grown = np.broadcast_to(rank[block] < top_k, (count, len(block)))
+        block = slice(tree.block(level), tree.block(level + 1))
+        grown = np.broadcast_to(rank < top_k, scores.shape)[:, block]
         if level > 1:
             grown = grown & np.take_along_axis(beam, recording.parents[:, block], 1)
         allowed[:, block] = grown

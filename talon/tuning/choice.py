@@ -72,20 +72,21 @@ class Candidate:
 
 def candidates(recording: Recording, costs: Costs) -> list[Candidate]:
     """Every tree that is considered, with what the measurements promise."""
-    found = []
+    return [
+        Candidate(tree, kind, 1 + recording.accepted_per_round(accepted), costs.round(tree), paths)
+        for kind, tree, accepted, paths in all_trees(recording)
+    ]
 
-    def add(kind: str, tree: Tree, accepted: np.ndarray, paths: Paths = None) -> None:
-        tokens = 1 + recording.accepted_per_round(accepted)
-        found.append(Candidate(tree, kind, tokens, costs.round(tree), paths))
 
+def all_trees(recording: Recording) -> Iterator[tuple[str, Tree, np.ndarray, Paths]]:
+    """What a head may grow, without and with a lookup, and a lookup alone."""
+    found = {count: np.minimum(recording.looked_up, count) for count in LOOKUPS}
     for kind, tree, accepted, paths in grown_trees(recording):
-        add(kind, tree, accepted, paths)
+        yield kind, tree, accepted, paths
         for count in ADDED_LOOKUPS:
-            longer = np.maximum(accepted, np.minimum(recording.looked_up, count))
-            add("both", with_lookup(tree, count), longer, paths)
+            yield "both", with_lookup(tree, count), np.maximum(accepted, found[count]), paths
     for count in LOOKUPS:
-        add("lookup", with_lookup(NO_TREE, count), np.minimum(recording.looked_up, count))
-    return found
+        yield "lookup", with_lookup(NO_TREE, count), found[count], None
 
 
 def grown_trees(recording: Recording) -> Iterator[tuple[str, Tree, np.ndarray, Paths]]:
@@ -114,19 +115,13 @@ def grown_trees(recording: Recording) -> Iterator[tuple[str, Tree, np.ndarray, P
 def finalists(found: list[Candidate], plain_speed: float) -> list[Candidate]:
     """The best of each kind, and the best of at most half or at least twice the nodes of the best
     of all, as far as they may win; at most four. The race decides among them."""
-    best = [
-        max((c for c in found if c.kind == kind), key=lambda c: c.speed)
-        for kind in ("chain", "static", "dynamic", "lookup", "both")
-        if any(c.kind == kind for c in found)
-    ]
-    top = max(best, key=lambda c: c.speed)
-    nodes = top.tree.nodes
-    others = [c for c in found if c.tree.nodes <= nodes // 2 or c.tree.nodes >= 2 * nodes]
-    other = max(others, key=lambda c: c.speed, default=top)
-    chosen = [c for c in best if c.speed > 0.8 * max(top.speed, plain_speed)]
-    if other not in best and other.speed > 0.8 * max(top.speed, plain_speed):
-        chosen.append(other)
-    return sorted(chosen, key=lambda c: -c.speed)[:4]
+    ranked = sorted(found, key=lambda c: -c.speed)
+    best = list({c.kind: c for c in reversed(ranked)}.values())
+    nodes = ranked[0].tree.nodes
+    others = [c for c in ranked if c.tree.nodes <= nodes // 2 or c.tree.nodes >= 2 * nodes]
+    chosen = best + [c for c in others[:1] if c not in best]
+    least = 0.8 * max(ranked[0].speed, plain_speed)
+    return sorted((c for c in chosen if c.speed > least), key=lambda c: -c.speed)[:4]
 
 
 # ---------------------------------------------------------------- the race and the choice
@@ -141,15 +136,9 @@ class Choice:
     paths: Paths = None
 
     def describe(self) -> str:
-        if self.tree == NO_TREE:
-            return (
-                "tree auto: plain decoding, since nothing beats it here "
-                f"(best: {self.gain:.2f} of plain)"
-            )
-        return (
-            f"tree auto: {self.tree.name}, {self.gain:.2f} times plain decoding "
-            "on the tuning prompts"
-        )
+        if self.tree != NO_TREE:
+            return f"tree auto: {self.tree.name}, {self.gain:.2f} times plain decoding when tuned"
+        return f"tree auto: plain decoding, since nothing beats it (best: {self.gain:.2f} of it)"
 
 
 def race(
@@ -161,10 +150,9 @@ def race(
     for decoder in decoders:
         decoder.warm_up(sampling)
     for number, ids in enumerate(prompts):
-        turn = number % len(decoders)
-        order = [*range(turn, len(decoders)), *range(turn)]
-        for index in order:
-            decoders[index].forget()
+        order = [(number + i) % len(decoders) for i in range(len(decoders))]
+        for decoder in decoders:
+            decoder.forget()
         texts = [Generation(decoders[index], ids, sampling, budget) for index in order]
         before = [(0, 0.0)] * len(texts)
         for place in take_turns(texts, decoders[0].device.type == "cuda"):
@@ -198,9 +186,8 @@ def tune(
     probe = parse_tree(f"dynamic:nodes=2,levels={levels},top_k={width}")
     prompts = prompts[: affordable(rows[1], budget)]
     note(f"tuning: recording what the head guesses on {len(prompts)} prompts ...")
-    recording = acceptance.record(
-        Decoder(model, context, head, probe, compile), prompts, budget, sampling
-    )
+    wide = Decoder(model, context, head, probe, compile)
+    recording = acceptance.record(wide, prompts, budget, sampling)
     if not len(recording.truth):  # every answer ended at once, or the context left no room
         return None
     found = candidates(recording, costs)
@@ -255,8 +242,8 @@ def auto_tree(
         choice = tune(model, head, prompts, sampling, compile)
         if choice is None:
             note("tuning: the answers were too short to measure anything: the preset stays")
-            return None
-        choice = store_choice(files.target.path, key, choice)
+        else:
+            choice = store_choice(files.target.path, key, choice)
     if choice is not None:
         note(choice.describe())
     return choice
@@ -266,23 +253,17 @@ def fingerprint(path: Path) -> str:
     """A hash of a weight file that does not read all of it: its size, first and last MiB."""
     size, part = path.stat().st_size, 1 << 20
     with path.open("rb") as file:
-        ends = file.read(part), file.seek(max(size - part, 0)), file.read(part)
-    return hashlib.sha256(b"%d %b %b" % (size, ends[0], ends[2])).hexdigest()[:16]
+        start = file.read(part)
+        file.seek(max(size - part, 0))
+        return hashlib.sha256(b"%d %b %b" % (size, start, file.read(part))).hexdigest()[:16]
 
 
 def cache_key(files: Files, model: Transformer, sampling: SamplingConfig, compile: bool) -> str:
     """Everything the answer depends on."""
-    weight = model.norm.weight
-    parts = [
-        device_name(weight.device),
-        precision_name(files.target, weight.dtype),
-        sampling.pick,
-        "compiled" if compile else "eager",
-        f"torch {torch.__version__}",
-        fingerprint(files.target.path),
-        fingerprint(files.head.path),
-    ]
-    return " | ".join(parts)
+    weight, compiled = model.norm.weight, "compiled" if compile else "eager"
+    parts = [device_name(weight.device), precision_name(files.target, weight.dtype), sampling.pick]
+    parts += [compiled, f"torch {torch.__version__}"]
+    return " | ".join([*parts, *map(fingerprint, (files.target.path, files.head.path))])
 
 
 def cache_path(checkpoint: Path) -> Path:
@@ -304,8 +285,7 @@ def stored_choice(files: Files, key: str) -> Choice | None:
             return None
         name = choices[key]["tree"]
         tree = parse_tree(str(directory / name) if ".json" in name else name)
-        fit_tree(tree, files.head_config)
-        return Choice(tree, float(choices[key]["gain"]))
+        return Choice(fit_tree(tree, files.head_config), float(choices[key]["gain"]))
     except FileNotFoundError:
         return None
     except (*DAMAGE, OSError) as error:

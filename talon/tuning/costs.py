@@ -154,7 +154,10 @@ def head_costs(
         tree = chain(depth) if beam == 1 else dynamic_tree(min(16, beam + 1), depth, beam)
         drafter = EagleDrafter(head, tree, decoder.cache.rows, compiled)
         calls[beam, depth] = lambda d=drafter: d.propose(root, at, pick)
-    entries = some_entries(drafter, at)
+    # What a round of six rows, three of them true, would have a head learn.
+    features = [drafter.hidden.new_zeros(6, head.config.target_dim)]
+    row = torch.arange(6, device=device)
+    entries = Entries(features * (len(drafter.feature_layers) or 1), row, row, at.length, row[2:3])
     calls["learn"] = lambda: drafter.learn(entries, at)
     text = LookupDrafter(with_lookup(NO_TREE, 5), decoder.cache.rows, device, compiled)
     calls["lookup"] = lambda: (text.propose(root, at, pick), text.learn(entries, at))
@@ -163,11 +166,3 @@ def head_costs(
     widest = max(beams)
     first = max(taken[widest, 2] - levels[widest], 0.0)
     return Costs({}, levels, first, taken["learn"], taken["lookup"])
-
-
-def some_entries(drafter: EagleDrafter, at: At) -> Entries:
-    """What a round of six rows, three of them true, would have a head learn."""
-    dim, hidden = drafter.stage.module.config.target_dim, drafter.hidden
-    features = [hidden.new_zeros(6, dim)] * (len(drafter.feature_layers) or 1)
-    row = torch.arange(6, device=hidden.device)
-    return Entries(features, row, row, at.length, row[2:3])

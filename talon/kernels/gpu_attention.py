@@ -132,11 +132,11 @@ def parts_kernel(
 @triton.jit
 def load_state(scalars, sums, between, live, D: tl.constexpr):
     """What `parts_kernel` found for some rows in one part."""
-    h, live2 = tl.arange(0, HALF)[None, :], live[:, None]
+    h, both = tl.arange(0, HALF)[None, :], live[:, None]
     best = tl.load(scalars, mask=live, other=float("-inf"))
     total = tl.load(scalars + between, mask=live, other=0)
-    acc = tl.load(sums, mask=live2 & (h < D), other=0)
-    return best, total, acc, tl.load(sums + HALF, mask=live2 & (h + HALF < D), other=0)
+    acc = tl.load(sums, mask=both & (h < D), other=0)
+    return best, total, acc, tl.load(sums + HALF, mask=both & (h + HALF < D), other=0)
 
 
 @triton.jit(do_not_specialize=["N"])

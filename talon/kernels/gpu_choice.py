@@ -1,11 +1,10 @@
-"""Choosing tokens on a GPU, by the rules of talon/sampling.py over rows of logits: two launches.
+"""The best tokens of each block of a vocabulary: what choosing takes of logits on a GPU.
 
-    tokens, scores = torch.ops.talon.best(logits, positions, temperature, seed, limits, ids, ...)
+    found, sums = torch.ops.talon.best(logits, positions, temperature, seed, limits, ids, top, True)
 
 Importing this file registers the operator, for the target's choice and for a head's guesses alike.
-It adds the noise, keeps the best of each block of the vocabulary, then the best of all blocks. The
-words of noise are those of `sampling.gumbel` bit for bit, and of equal values the lower column
-wins. What top_k and top_p keep is found before, by limits.py. Leaves out gradients.
+It adds the noise, whose words are those of `sampling.gumbel` bit for bit, and keeps the best of
+each block, of equal values the lower column; the rest is gpu_picks.py. Leaves out gradients.
 """
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor, library
 
 LEAST, NAN = tl.constexpr(-(2**63)), tl.constexpr(2**31 - 1)
 
-BLOCK = 2048  # columns of one program
+BLOCK = 4096  # columns of one program
 
 
 @triton.jit
@@ -48,15 +47,10 @@ def key(values):
 
 
 @triton.jit
-def blocks_kernel(
+def best_kernel(
     logits, positions, temperature, seed, limits, ids, found, sums, V,
     TOP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The TOP best columns of one block of a row, and its log-sum-exp in two parts.
-
-    positions: int64 [T], or None: greedy; limits: int32 [T, 2] or None; ids: int64 [V], the token
-    of each column, or None; found: int64 [T, blocks, TOP], value above, column below; sums: fp32
-    [2, T, blocks], or None."""
     row, at = tl.program_id(0), tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits + row.to(tl.int64) * V + c, mask=c < V, other=float("-inf")).to(tl.float32)
@@ -82,70 +76,28 @@ def blocks_kernel(
         pairs = tl.where(pairs == best, LEAST, pairs)
 
 
-@triton.jit
-def best_kernel(
-    found, sums, ids, above, tokens, scores, blocks, TOP: tl.constexpr, BLOCKS: tl.constexpr
-):
-    """The TOP best of all blocks of a row: tokens, and log-probabilities on top of `above`."""
-    row, b = tl.program_id(0), tl.arange(0, BLOCKS)
-    i = tl.arange(0, BLOCKS * triton.next_power_of_2(TOP))
-    count = blocks * TOP
-    pairs = tl.load(found + row * count + i, mask=i < count, other=LEAST)
-    if sums is not None:
-        most = tl.load(sums + row * blocks + b, mask=b < blocks, other=float("-inf"))
-        total = tl.load(sums + (tl.num_programs(0) + row) * blocks + b, mask=b < blocks, other=0)
-        top = tl.max(most, 0)
-        total = top + tl.log(tl.sum(total * tl.exp(most - top), 0))
-    for i in range(TOP):
-        best = tl.max(pairs, 0)
-        pairs = tl.where(pairs == best, LEAST, pairs)
-        token = 0x7FFFFFFF - (best & 0x7FFFFFFF)
-        if ids is not None:
-            token = tl.load(ids + token)
-        if sums is None:
-            token = tl.where(best >> 32 == NAN, -1, token)
-        tl.store(tokens + row * TOP + i, token)
-        if sums is not None:
-            bits = (best >> 32).to(tl.int32)
-            bits ^= (bits >> 31) & 0x7FFFFFFF
-            score = bits.to(tl.float32, bitcast=True) - total
-            score = tl.where(score == score, tl.minimum(score, 0.0), float("-inf"))
-            if above is not None:
-                score += tl.load(above + row)
-            tl.store(scores + row * TOP + i, score)
-
-
 @library.custom_op("talon::best", mutates_args=())
 def best(
-    logits: Tensor, positions: Tensor | None, temperature: Tensor, seed: Tensor,
-    limits: Tensor | None, ids: Tensor | None, above: Tensor | None, top: int, scored: bool,
+    logits: Tensor, positions: Tensor | None, temperature: Tensor | None, seed: Tensor | None,
+    limits: Tensor | None, ids: Tensor | None, top: int, summed: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The `top` best tokens of each row of logits [T, V], best first: int64 [T, top].
+    """The `top` best columns of each block of each row of logits [T, V], int64 [T, blocks, top]:
+    the key of the value above, 2**31 - 1 minus the column below.
 
     positions: int64 [T] of the token to choose, or None: greedy; temperature fp32 [1], seed int64
-    [1]; limits: of limits.py, or None; ids: int64 [V], the token of each column, or None. scored:
-    with log-probabilities fp32 [T, top], never above 0, plus above fp32 [T]; NaN ranks last there.
-    Else a row that has NaN has no best token, which is -1."""
-    (rows, columns), blocks = logits.shape, -(-logits.shape[1] // BLOCK)
-    found = logits.new_empty(rows, blocks, top, dtype=torch.int64)
-    sums = logits.new_empty(2, rows, blocks, dtype=torch.float32) if scored else None
-    tokens, scores = new_best(logits, top, scored)
-    blocks_kernel[(rows, blocks)](
-        logits.contiguous(), positions, temperature, seed, limits, ids, found, sums, columns,
-        TOP=top, BLOCK=BLOCK, num_warps=4,
+    [1]; limits: int32 [T, 2], what top_k and top_p keep (gpu_picks.py), or None; ids: int64 [V],
+    the token of each column, or None. summed: also each block's highest value and sum of exp(value
+    - highest), fp32 [2, T, blocks], and NaN ranks last; else it has the highest key of all."""
+    found, sums = new_best(logits, positions, temperature, seed, limits, ids, top, summed)
+    best_kernel[found.shape[:2]](
+        logits.contiguous(), positions, temperature, seed, limits, ids, found,
+        sums if summed else None, logits.shape[1], TOP=top, BLOCK=BLOCK, num_warps=8,
     )  # fmt: skip
-    best_kernel[(rows,)](
-        found, sums, ids, above, tokens, scores, blocks, TOP=top,
-        BLOCKS=triton.next_power_of_2(blocks), num_warps=4,
-    )  # fmt: skip
-    return tokens, scores
-
-
-def new_best(logits: Tensor, top: int, scored: bool) -> tuple[Tensor, Tensor]:
-    tokens = logits.new_empty(len(logits), top, dtype=torch.int64)
-    return tokens, logits.new_empty(len(logits), top if scored else 0, dtype=torch.float32)
+    return found, sums
 
 
 @best.register_fake
-def _(logits, positions, temperature, seed, limits, ids, above, top, scored):
-    return new_best(logits, top, scored)
+def new_best(logits, positions, temperature, seed, limits, ids, top, summed):
+    rows, blocks = len(logits), -(-logits.shape[1] // BLOCK)
+    found = logits.new_empty(rows, blocks, top, dtype=torch.int64)
+    return found, logits.new_empty(2 * summed, rows, blocks, dtype=torch.float32)

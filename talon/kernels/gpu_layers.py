@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from eagle_draft import DraftHead, DraftLayer
 from model import Attention, FeedForward, Place, RMSNorm, Transformer, TransformerBlock
-from talon.kernels import gpu_attention, gpu_choice  # noqa: F401
+from talon.kernels import gpu_attention  # noqa: F401
 from talon.kernels.gpu_linear import MOST_BLOCKS
 from talon.kernels.gpu_rows import padded
 from talon.kernels.linear import QuantizedLinear

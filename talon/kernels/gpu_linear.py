@@ -6,13 +6,13 @@ Importing this file registers the operator. How it ends: "plain" adds the bias a
 stream, "silu" turns gate and up into SiLU(gate) * up, "qkv" rotates queries and keys and writes
 keys and values to the cache.
 
-    weights              rows (of gpu_rows)         in memory
-    fp16, bf16           plain                      [N, K] as they are stored
-    int8                 plain                      [N/128, K/64, 128, 64]
-    int8-dynamic         int8, with their scales    the same
-    int4                 plain, with group sums     [N/128, K/128, 128, 64] bytes, and pairs
+    weights          rows (gpu_rows.py)         in memory (gpu_layers.py)
+    fp16, bf16       plain                      [N, K] as they are stored
+    int8             plain                      [N/128, K/64, 128, 64]
+    int8-dynamic     int8, with their scales    the same
+    int4             plain, with group sums     [N/128, K/128, 128, 64] bytes, and pairs
 
-Weights are the left operand and rows the right one, so that each warp owns 32 outputs and
+Weights are the left operand and rows the right one, so that each warp owns outputs of its own and
 dequantises them once, however many rows there are. The inner dimension is split over programs,
 because the outputs of one layer are too few to fill a GPU; the program that arrives last adds the
 parts in fixed order: no atomics on values. Neither the split nor the order of any sum depends on
@@ -37,8 +37,8 @@ MOST_BLOCKS = 4  # blocks of 64 rows in the longest chunk of a prompt
 
 
 def nibbles(shift: int, kind: str, magic: str, one: str, offset: str) -> tl.constexpr:
-    """Machine code for half of each of 4 bytes -> 4 numbers -8..7: the step becomes the last bits
-    of a number that begins with `magic`; what that adds is taken away, which is exact."""
+    """Machine code for half of each of 4 bytes -> 4 numbers -8..7: a step becomes the last bits of
+    a number that begins with `magic`; what that adds is taken away, which is exact."""
     return tl.constexpr(f"""{{
         .reg .b32 steps, magic, one, offset;
         mov.b32 magic, {magic}; mov.b32 one, {one}; mov.b32 offset, {offset};
@@ -75,6 +75,20 @@ def add_group(acc, steps, pair, sums):
     scale = (pair << 16).to(tl.float32, bitcast=True)
     zero, sums = tl.broadcast((pair >> 16 << 16).to(tl.float32, bitcast=True)[:, None], sums)
     return tl.fma(steps, tl.broadcast_to(scale[:, None], acc.shape), tl.fma(zero, sums, acc))
+
+
+@triton.jit
+def add_groups(acc, both, x1, x2, pair_at, sums_at, live, wide, TWO: tl.constexpr):
+    """A step of int4: low halves times x1, high halves times x2; TWO: of a group each, not of one.
+    pair_at, sums_at: scales and zeros [N], and sums of the inputs [1, T], of the first."""
+    sums = tl.dot(unpacked(both, x1.dtype, False), x1)
+    if TWO:
+        acc = add_group(acc, sums, tl.load(pair_at), tl.load(sums_at, mask=live, other=0))
+        sums = tl.dot(unpacked(both, x1.dtype, True), x2)
+    else:
+        sums = tl.dot(unpacked(both, x1.dtype, True), x2, sums)
+    inputs = tl.load(sums_at + TWO, mask=live, other=0)
+    return add_group(acc, sums, tl.load(pair_at + TWO * wide), inputs)
 
 
 @triton.jit
@@ -158,9 +172,9 @@ def linear_kernel(
 ):  # fmt: skip
     """A block of ROWS rows, a part of the inner dimension, COLUMNS outputs.
 
-    part: steps of INNER inputs in a part; TWO: a step of int4 has two groups, not one; apart: from
-    one output of a pair to the other (gate and up, or the halves of a head), where END wants pairs.
-    parts: room for the parts' sums; arrived: int32 [tiles], zero before and after."""
+    part: steps of INNER inputs in a part; apart: from one output of a pair to the other (gate and
+    up, or the halves of a head), where END wants pairs; parts: room for the parts' sums; arrived:
+    int32 [tiles], zero before and after."""
     HALF: tl.constexpr = INNER // 2
     BYTES: tl.constexpr = HALF if FORM == "int4" else INNER
     dtype: tl.constexpr = x.dtype.element_ty
@@ -190,14 +204,7 @@ def linear_kernel(
         x2 = tl.load(x_at + HALF, mask=live & there2[:, None], other=0)
         w = tl.load(w_at, mask=there[None, :] | (FORM != "16"), other=0)
         if FORM == "int4":
-            sums = tl.dot(unpacked(w, dtype, False), x1)
-            if TWO:
-                acc = add_group(acc, sums, tl.load(pair_at), tl.load(sums_at, mask=live, other=0))
-                sums = tl.dot(unpacked(w, dtype, True), x2)
-            else:
-                sums = tl.dot(unpacked(w, dtype, True), x2, sums)
-            more = tl.load(sums_at + TWO, mask=live, other=0)
-            acc = add_group(acc, sums, tl.load(pair_at + TWO * wide), more)
+            acc = add_groups(acc, w, x1, x2, pair_at, sums_at, live, wide, TWO)
             pair_at += (1 + TWO) * wide
             sums_at += 1 + TWO
         else:
@@ -217,8 +224,8 @@ def linear_kernel(
 
 @functools.cache
 def split_of(outputs: int, inputs: int, device: torch.device) -> int:
-    """Into how many parts the inner dimension is cut, whatever the number of rows: for about two
-    programs on each processor, but no more than 8, and 512 inputs each."""
+    """Into how many parts the inner dimension is cut: for two programs on each processor, at most 8
+    parts, of at least 512 inputs."""
     cuda = device.type == "cuda"
     sms = torch.cuda.get_device_properties(device).multi_processor_count if cuda else 82
     return max(1, min(8, inputs // 512, round(2 * sms / -(-outputs // COLUMNS))))
@@ -239,16 +246,15 @@ def linear(
     (rows, inputs), short = x.shape, x.dtype == torch.int8
     form = {torch.int8: "int8", torch.uint8: "int4"}.get(weight.dtype, "16")
     block = next((size for size in (8, 16, 32) if size >= rows and size >= 16 * short), 64)
-    columns, inner = COLUMNS, 2 * weight.shape[3] if form == "int4" else 64
-    if form == "int4" and block == 64:
-        columns = 64  # two sets of sums at a time: registers
+    columns = 64 if form == "int4" and block == 64 else COLUMNS  # it holds two sets of sums
+    inner = 2 * weight.shape[3] if form == "int4" else 64
     blocks, steps, tiles = -(-rows // block), -(-inputs // inner), -(-outputs // columns)
     assert blocks <= MOST_BLOCKS, f"{rows} rows: at most {64 * MOST_BLOCKS} at a time"
     part = -(-steps // split_of(outputs, inputs, x.device))
     split, groups = -(-steps // part), len(scales) if form == "int4" else 0
     room = tiles * blocks * split * columns * block if split > 1 else 0
     parts = x.new_empty(room, dtype=torch.int32 if short else torch.float32)
-    out = new_out(x, outputs, end, dtype, kv)
+    out = new_out(x, beside, weight, scales, bias, arrived, outputs, end, dtype, kv=kv)
     _, group, slot, width = (2, 0, 0, outputs) if kv is None else kv.shape
     linear_kernel[(blocks, split, tiles)](
         x.contiguous(), beside, weight, scales, bias, residual, out, parts, arrived, rope,
@@ -260,16 +266,12 @@ def linear(
     return out
 
 
-def new_out(x: Tensor, outputs: int, end: str, dtype: torch.dtype, kv: Tensor | None) -> Tensor:
-    shape = [outputs // 2 if end == "silu" else outputs]
-    if kv is not None:
-        shape = [outputs // kv.shape[3] - 2 * kv.shape[1], kv.shape[3]]
-    return x.new_empty(x.shape[0], *shape, dtype=dtype)
-
-
 @linear.register_fake
-def _(
+def new_out(
     x, beside, weight, scales, bias, arrived, outputs, end, dtype, residual=None, rope=None,
     slots=None, kv=None,
 ):  # fmt: skip
-    return new_out(x, outputs, end, dtype, kv)
+    shape = [outputs // 2 if end == "silu" else outputs]
+    if end == "qkv":
+        shape = [outputs // kv.shape[3] - 2 * kv.shape[1], kv.shape[3]]
+    return x.new_empty(x.shape[0], *shape, dtype=dtype)

@@ -211,7 +211,7 @@ def attend(
     length: int64 [1], the committed positions; ancestors: bool [T, N] or None; factors: fp32
     [H * D] of the result, as int8 weights may ask for, or None; arrived: int32 [T], zero. The rows'
     own keys and values are in kv already. Takes T * H * (D + 2) * 4 bytes for each part."""
-    (rows, heads, size), (_, groups, slots, _) = q.shape, kv.shape
+    q, (rows, heads, size), (_, groups, slots, _) = q.contiguous(), q.shape, kv.shape
     parts = next(i for i in range(slots) if 64 * i * (i + 1) >= slots)
     per_group = heads // groups
     block = 16 if rows * per_group <= 16 else 64

@@ -254,11 +254,12 @@ def linear(
     split, groups = -(-steps // part), len(scales) if form == "int4" else 0
     room = tiles * blocks * split * columns * block if split > 1 else 0
     parts = x.new_empty(room, dtype=torch.int32 if short else torch.float32)
+    x, residual, rope = (t if t is None else t.contiguous() for t in (x, residual, rope))
     out = new_out(x, beside, weight, scales, bias, arrived, outputs, end, dtype, kv=kv)
     _, group, slot, width = (2, 0, 0, outputs) if kv is None else kv.shape
     linear_kernel[(blocks, split, tiles)](
-        x.contiguous(), beside, weight, scales, bias, residual, out, parts, arrived, rope,
-        slots, kv, rows, outputs, inputs, part, groups, width // 2, group, slot,
+        x, beside, weight, scales, bias, residual, out, parts, arrived, rope, slots, kv,
+        rows, outputs, inputs, part, groups, width // 2, group, slot,
         FORM=form, END=end, ROWS=block, COLUMNS=columns, INNER=inner, EVEN=inputs % inner == 0,
         TWO=form == "int4" and groups == 2 * weight.shape[1], num_warps=4,
         STAGES=3 if form == "16" or block > 16 else 4,

@@ -7,6 +7,8 @@ In fp16, since the interpreter's bf16 is another. Where rows are compared bit fo
 multiplication is replaced by sums of fixed order, as the tensor cores have them.
 """
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -98,7 +100,7 @@ def check_linear(mode: str, case: tuple[int, int, int], group: int = 128) -> Non
     both = layer.multiply((ready, beside), "plain", residual)
     assert error(both, y + residual.double()) < 3e-7
     gate, up = y.chunk(2, 1)
-    assert error(layer.multiply((ready, beside), "silu"), F.silu(gate) * up) < 3e-7
+    assert error(layer.multiply((ready, beside), "silu"), F.silu(gate) * up) < 2e-6
     assert not layer.arrived.any()
 
 
@@ -288,8 +290,9 @@ def test_choices_and_guesses_are_those_of_sampling(kind, columns):
     pick, logits = picks_for(kind), (torch.randn(5, columns) * 3).half()
     logits[0, 3] = logits[0, 7] = logits[0].max() + 1  # of equal ones the lower
     positions, ids = torch.arange(5) + 100000, torch.randperm(columns) + 5
-    assert torch.equal(GpuPick(pick).choose(logits, positions), pick.choose(logits, positions))
-    scores, tokens = GpuPick(pick).guess(logits, positions, ids, 10)
+    ours = GpuPick(pick, torch.zeros(5, dtype=torch.int32))
+    assert torch.equal(ours.choose(logits, positions), pick.choose(logits, positions))
+    scores, tokens = ours.guess(logits, positions, ids, 10)
     wanted, wanted_tokens = pick.guess(logits, positions, ids, 10)
     there = wanted.isfinite()
     assert torch.equal(tokens[there], wanted_tokens[there])
@@ -298,7 +301,8 @@ def test_choices_and_guesses_are_those_of_sampling(kind, columns):
 
 @pytest.mark.parametrize("kind", ["greedy", "sample", "filter"])
 def test_a_row_with_nan_has_no_choice_and_guesses_it_last(kind):
-    pick, logits = GpuPick(picks_for(kind)), torch.randn(2, 50).half()
+    pick = GpuPick(picks_for(kind), torch.zeros(2, dtype=torch.int32))
+    logits = torch.randn(2, 50).half()
     logits[1, 20] = float("nan")
     choice = pick.choose(logits, torch.arange(2))
     assert choice[0] >= 0 and choice[1] == NO_TOKEN
@@ -308,16 +312,16 @@ def test_a_row_with_nan_has_no_choice_and_guesses_it_last(kind):
 
 
 def test_the_noise_is_that_of_sampling():
+    ids, arrived = torch.arange(5000), torch.zeros(1, dtype=torch.int32)
     for seed in (0, 7, 2**63 - 1):
         for position in (0, 2**31 + 5):
             state = torch.tensor([seed]), torch.tensor([position])
-            wanted = gumbel(*state, torch.arange(4096))
-            pick = torch.zeros(1, 4096), state[1], torch.ones(1), state[0], None, None, 300, False
-            found = ops.best(*pick)[0][0, 0].flip(0)
-            keys = (found >> 32).int()
-            values = (keys ^ ((keys >> 31) & 0x7FFFFFFF)).view(torch.float32)
-            order = 2**31 - 1 - (found & 0x7FFFFFFF)
-            assert torch.allclose(values, wanted[0, order], rtol=3e-6, atol=1e-6)
+            settings = state[1], torch.ones(1), state[0], None
+            found = ops.best(torch.zeros(1, 5000), arrived, *settings, ids, None, 300)
+            values, tokens = gumbel(*state, ids).sort(descending=True)
+            assert torch.equal(found[0], tokens[:, :300])
+            values = values - values.logsumexp(1, keepdim=True)
+            assert torch.allclose(found[1], values[:, :300], rtol=3e-6, atol=3e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
@@ -364,14 +368,13 @@ def dequantised(model: nn.Module) -> nn.Module:
     return model.float()
 
 
-def forward(model: Transformer, mask, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Hidden states of five tokens behind 40 random keys, and the cache that they leave."""
+def forward(model: Transformer, mask, dtype: torch.dtype, run=lambda f, *x: f(*x)) -> tuple:
+    """Logits of five tokens behind 40 random keys, and the cache that they leave."""
     c, tokens = model.config, torch.arange(5)
     cache = KVCache(c.n_layer, c.n_kv_head, 64, c.head_dim, dtype)
     cache.data.copy_(torch.randn(cache.data.shape, generator=torch.Generator().manual_seed(3)))
     place = Place(rope_table(64, c.head_dim, 1e4, None)[:, 40:45], tokens + 40, mask)
-    hidden, _ = model(tokens, place, cache, ())
-    return model.output(hidden), cache.data
+    return run(lambda *given: model.output(model(*given)[0]), tokens, place, cache), cache.data
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -428,9 +431,20 @@ def test_a_compiled_block_is_one_graph_of_seven_operators_and_writes_the_cache()
     with torch.inference_mode():
         wanted = forward(model, sight, torch.float16)
         torch._dynamo.reset()
-        compiled = torch.compile(lambda *given: forward(model, *given), fullgraph=True)
-        got, code = run_and_get_code(compiled, sight, torch.float16)
+        compiled, code = [], []
+
+        def run(function, *given):
+            compiled.append(torch.compile(function, fullgraph=True))
+            logits, found = run_and_get_code(compiled[0], *given)
+            code.extend(found)
+            return logits
+
+        got = forward(model, sight, torch.float16, run)
     assert all(map(torch.equal, got, wanted))
-    block = code[0].split("def repeated_subgraph0")[1].split("\ndef ")[0]
-    counts = {name: block.count(f"ops.talon.{name}.") for name in ("ready", "linear", "attend")}
+    functions = re.split(r"\n(?=\s*(?:def|class) )", code[0])
+    block = next(text for text in functions if "def repeated_subgraph0" in text)
+    counts = {
+        name: block.count(f" = torch.ops.talon.{name}.default(")
+        for name in ("ready", "linear", "attend")
+    }
     assert counts == {"ready": 2, "linear": 4, "attend": 1}

@@ -6,23 +6,22 @@ Importing this file registers the operator. The committed length is read on the 
 serves every length. Without `ancestors` row t sees the positions up to length + t: plain decoding,
 a chain, a chunk of a prompt. With them it sees the committed positions and its own path behind.
 
-A row's sums have one shape, which the position of each key decides and nothing else. Keys come in
-blocks of 32 positions. The tensor cores add up a block (scores, weights and weighted values, 16 at
-a time in order), blocks are folded into parts, which grow with the position, and parts into the
-result. `parts_kernel` takes the whole committed blocks, for all rows at once; the broken block at
-their end and the tree's path are gathered row by row, in order of position, by `rest_kernel`, which
-folds them in where they belong. A node therefore gets, bit for bit, what plain decoding computes
-for its text. Leaves out gradients, fp32, and heads of more than 128.
+A row's sums have one shape, which the position of each key decides and nothing else. The tensor
+cores add up blocks of 32 positions (scores, weights, weighted values), blocks are folded into
+parts, which grow with the position, and parts into the result. `parts_kernel` takes the whole
+committed blocks, for all rows at once; the broken block at their end and the tree's path are
+gathered row by row, in order of position, by `rest_kernel`, which folds them in where they belong.
+A node therefore gets, bit for bit, what plain decoding computes for its text. Leaves out gradients,
+fp32, and heads of more than 128.
 """
 
 import triton
 import triton.language as tl
 from torch import Tensor, float32, library
 
-from talon.kernels.gpu_rows import new_rows, write_row
+from talon.kernels.gpu_rows import last_to_arrive, new_rows, write_row
 
 BLOCK = tl.constexpr(32)  # keys that are weighed against each other at once
-
 HALF = tl.constexpr(64)  # of a head's values: what one accumulator holds
 
 
@@ -59,11 +58,9 @@ def nothing(M: tl.constexpr):
 
 @triton.jit
 def fold_block(state, x, at, values, there, last, scale, D: tl.constexpr):
-    """Fold a block of keys into the state of rows x [M, D].
-
-    at: where each key lies, its value `values` further; there: keys to read; last: the last key
-    that each row sees. The sum of the weights is the tensor cores' as well, whose order of adding
-    does not depend on where a row lies."""
+    """Fold a block of keys into the state of rows x [M, D]. at: where each lies, its value `values`
+    further; there: which to read; last: the last that each row sees. The tensor cores sum up the
+    weights too, since their order of adding does not depend on where a row lies."""
     d, h = tl.arange(0, x.shape[1]), tl.arange(0, HALF)
     k = tl.load(at[None, :] + d[:, None], mask=there[None, :] & (d < D)[:, None], other=0)
     seen = tl.arange(0, BLOCK)[None, :] <= last[:, None]
@@ -95,9 +92,8 @@ def parts_kernel(
     HEADS: tl.constexpr, CAUSAL: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One part of the committed keys (CAUSAL: of all) for M rows: HEADS heads of several queries.
-
-    q: [T, H, D]; kv: [2, G, R, D]; states: fp32, best scores and sums of weights [2, parts, G, rows
-    of all programs], then weighted values [parts, G, rows of all programs, D]."""
+    states: fp32, best scores and sums of weights [2, parts, G, rows of all programs], then weighted
+    values [parts, G, rows of all programs, D]."""
     g, parts = tl.program_id(1), tl.num_programs(2)
     part = parts - 1 - tl.program_id(2)  # the long ones first
     m = tl.program_id(0) * M + tl.arange(0, M)
@@ -146,10 +142,8 @@ def rest_kernel(
     NODES: tl.constexpr, MODE: tl.constexpr, GROUP: tl.constexpr, ROW: tl.constexpr,
 ):  # fmt: skip
     """The heads of one group of one row: what is left of its keys, and the row in its form MODE.
-
-    ancestors: bool [T, N] or None, padded to NODES; factors: fp32 [H * D] of the result, or None;
-    y: [T, H * D] in the dtype of q, the same as `out` where the rows stay as they are; arrived:
-    int32 [T], zero before and after; ROW: H * D, padded."""
+    y: [T, H * D] in the dtype of q, `out` itself where rows stay as they are; NODES and ROW: N and
+    H * D, padded."""
     row, g = tl.program_id(0), tl.program_id(1)
     m, h, n = tl.arange(0, M), tl.arange(0, HALF), tl.arange(0, BLOCK)
     head, live = g * HEADS + m, m < HEADS
@@ -192,10 +186,8 @@ def rest_kernel(
     at += row * H * D
     tl.store(y + at, acc.to(y.dtype.element_ty), mask=inside)
     tl.store(y + at + HALF, more.to(y.dtype.element_ty), mask=inside2)
-    if MODE != "plain":  # the last program of a row sees all of it
-        tl.debug_barrier()
-        if tl.atomic_add(arrived + row, 1, sem="acq_rel") == G - 1:
-            tl.store(arrived + row, 0)
+    if MODE != "plain":
+        if last_to_arrive(arrived + row, G):
             c = tl.arange(0, ROW)
             values = tl.load(y + row * H * D + c, mask=c < H * D, other=0, cache_modifier=".cg")
             write_row(values.to(tl.float32), row, out, beside, H * D, groups, MODE, GROUP, ROW)

@@ -1,16 +1,19 @@
-"""The best tokens of each block of a vocabulary: what choosing takes of logits on a GPU.
+"""Choosing tokens on a GPU, by the rules of talon/sampling.py over rows of logits: one launch.
 
-    found, sums = torch.ops.talon.best(logits, positions, temperature, seed, limits, ids, top, True)
+    tokens, scores = torch.ops.talon.best(logits, arrived, None, None, None, None, ids, above, 10)
 
 Importing this file registers the operator, for the target's choice and for a head's guesses alike.
-It adds the noise, whose words are those of `sampling.gumbel` bit for bit, and keeps the best of
-each block, of equal values the lower column; the rest is gpu_picks.py. Leaves out gradients.
+It adds the noise, whose words are those of `sampling.gumbel` bit for bit, and finds the best of
+each block of columns, of equal values the lower; the program that arrives last, the best of all.
+What top_k and top_p keep is found before (gpu_picks.py). Leaves out gradients.
 """
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor, library
+
+from talon.kernels.gpu_rows import last_to_arrive
 
 LEAST, NAN = tl.constexpr(-(2**63)), tl.constexpr(2**31 - 1)
 
@@ -27,8 +30,7 @@ def mix(x):
 
 @triton.jit
 def gumbel(seed, position, tokens):
-    """Noise of tokens int64 [M] at a position: `sampling.gumbel`. log1p(-u) is log(1 - u), set
-    right for what the subtraction rounds off (Kahan)."""
+    """`sampling.gumbel`. log1p(-u) is log(1 - u), set right for what that rounds off (Kahan)."""
     low = mix(seed.to(tl.uint32) ^ 0x5BD1E995)
     high = mix((seed >> 32).to(tl.uint32) ^ 0x1B873593)
     first = mix(position.to(tl.uint32) + low)
@@ -47,12 +49,42 @@ def key(values):
 
 
 @triton.jit
-def best_kernel(
-    logits, positions, temperature, seed, limits, ids, found, sums, V,
-    TOP: tl.constexpr, BLOCK: tl.constexpr,
+def best_of_all(
+    found, sums, ids, above, tokens, scores, row, blocks,
+    TOP: tl.constexpr, BLOCKS: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
-    row, at = tl.program_id(0), tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
-    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    """The TOP best of a row's blocks. BLOCKS, COUNT: blocks and blocks * TOP, padded."""
+    total, b, i = 0.0, tl.arange(0, BLOCKS), tl.arange(0, COUNT)
+    found, sums, at = found + row * blocks * TOP, sums + 2 * row * blocks, row * TOP
+    pairs = tl.load(found + i, mask=i < blocks * TOP, other=LEAST, cache_modifier=".cg")
+    if ids is not None:
+        most = tl.load(sums + 2 * b, mask=b < blocks, other=float("-inf"), cache_modifier=".cg")
+        total = tl.load(sums + 2 * b + 1, mask=b < blocks, other=0, cache_modifier=".cg")
+        total = tl.log(tl.sum(total * tl.exp(most - tl.max(most, 0)), 0)) + tl.max(most, 0)
+    for i in range(TOP):
+        best = tl.max(pairs, 0)
+        pairs = tl.where(pairs == best, LEAST, pairs)
+        column, bits = 0x7FFFFFFF - (best & 0x7FFFFFFF), (best >> 32).to(tl.int32)
+        if ids is None:
+            tl.store(tokens + at + i, tl.where(bits == NAN, -1, column))
+        else:
+            bits ^= (bits >> 31) & 0x7FFFFFFF
+            score = bits.to(tl.float32, bitcast=True) - total
+            score = tl.where(score == score, tl.minimum(score, 0.0), float("-inf"))
+            tl.store(tokens + at + i, tl.load(ids + column))
+            score += 0.0 if above is None else tl.load(above + row)
+            tl.store(scores + at + i, score)
+
+
+@triton.jit
+def best_kernel(
+    logits, arrived, positions, temperature, seed, limits, ids, above, found, sums, tokens, scores,
+    V, TOP: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, COUNT: tl.constexpr,
+):  # fmt: skip
+    """found: int64 [T, blocks, TOP], key of a value above, 2**31 - 1 minus its column below; sums:
+    fp32 [T, blocks, 2], highest value and sum of exp(value - highest)."""
+    row, blocks = tl.program_id(0), tl.num_programs(1)
+    at, c = row * blocks + tl.program_id(1), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits + row.to(tl.int64) * V + c, mask=c < V, other=float("-inf")).to(tl.float32)
     values = x
     if positions is not None:
@@ -60,44 +92,50 @@ def best_kernel(
         if limits is not None:
             lowest, last, it = tl.load(limits + 2 * row), tl.load(limits + 2 * row + 1), key(x)
             values = tl.where((it > lowest) | ((it == lowest) & (c <= last)), values, float("-inf"))
-        tokens = c if ids is None else tl.load(ids + c, mask=c < V, other=0)
-        values += gumbel(tl.load(seed), tl.load(positions + row), tokens)
+        token = c if ids is None else tl.load(ids + c, mask=c < V, other=0)
+        values += gumbel(tl.load(seed), tl.load(positions + row), token)
     keys = tl.where(x == x, key(values), NAN)
-    if sums is not None:
+    if ids is not None:
         values = tl.where(x == x, values, float("-inf"))
         keys, most = key(values), tl.max(values, 0)
-        total = tl.sum(tl.exp(values - tl.where(most == float("-inf"), 0.0, most)), 0)
-        tl.store(sums + at, most)
-        tl.store(sums + tl.num_programs(0) * tl.num_programs(1) + at, total)
+        tl.store(sums + 2 * at, most)
+        most = tl.where(most == float("-inf"), 0.0, most)
+        tl.store(sums + 2 * at + 1, tl.sum(tl.exp(values - most), 0))
     pairs = tl.where(c < V, (keys.to(tl.int64) << 32) | (0x7FFFFFFF - c), LEAST)
     for i in range(TOP):
         best = tl.max(pairs, 0)
         tl.store(found + at * TOP + i, best)
         pairs = tl.where(pairs == best, LEAST, pairs)
+    if last_to_arrive(arrived + row, blocks):
+        best_of_all(found, sums, ids, above, tokens, scores, row, blocks, TOP, BLOCKS, COUNT)
 
 
 @library.custom_op("talon::best", mutates_args=())
 def best(
-    logits: Tensor, positions: Tensor | None, temperature: Tensor | None, seed: Tensor | None,
-    limits: Tensor | None, ids: Tensor | None, top: int, summed: bool,
+    logits: Tensor, arrived: Tensor, positions: Tensor | None, temperature: Tensor | None,
+    seed: Tensor | None, limits: Tensor | None, ids: Tensor | None, above: Tensor | None, top: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The `top` best columns of each block of each row of logits [T, V], int64 [T, blocks, top]:
-    the key of the value above, 2**31 - 1 minus the column below.
+    """The `top` best tokens of each row of logits [T, V], best first: int64 [T, top].
 
-    positions: int64 [T] of the token to choose, or None: greedy; temperature fp32 [1], seed int64
-    [1]; limits: int32 [T, 2], what top_k and top_p keep (gpu_picks.py), or None; ids: int64 [V],
-    the token of each column, or None. summed: also each block's highest value and sum of exp(value
-    - highest), fp32 [2, T, blocks], and NaN ranks last; else it has the highest key of all."""
-    found, sums = new_best(logits, positions, temperature, seed, limits, ids, top, summed)
-    best_kernel[found.shape[:2]](
-        logits.contiguous(), positions, temperature, seed, limits, ids, found,
-        sums if summed else None, logits.shape[1], TOP=top, BLOCK=BLOCK, num_warps=8,
+    arrived: int32 [T], zero; positions: int64 [T] of the token to choose, or None: greedy;
+    temperature fp32 [1], seed int64 [1]; limits: int32 [T, 2] or None. For a head: ids int64 [V],
+    the token of each column, and above fp32 [T] or None, added to the log-probabilities fp32 [T,
+    top], which are never above 0; NaN ranks last. Else a row with NaN has no token, which is -1."""
+    tokens, scores = new_best(logits, arrived, None, None, None, None, ids, above, top)
+    (rows, columns), blocks = logits.shape, -(-logits.shape[1] // BLOCK)
+    found = tokens.new_empty(rows, blocks, top)
+    sums = scores.new_empty(rows, blocks, 2)
+    pad = triton.next_power_of_2
+    best_kernel[(rows, blocks)](
+        logits.contiguous(), arrived, positions, temperature, seed, limits, ids, above, found, sums,
+        tokens, scores, columns, TOP=top, BLOCK=BLOCK, BLOCKS=pad(blocks), COUNT=pad(blocks * top),
+        num_warps=8,
     )  # fmt: skip
-    return found, sums
+    return tokens, scores
 
 
 @best.register_fake
-def new_best(logits, positions, temperature, seed, limits, ids, top, summed):
-    rows, blocks = len(logits), -(-logits.shape[1] // BLOCK)
-    found = logits.new_empty(rows, blocks, top, dtype=torch.int64)
-    return found, logits.new_empty(2 * summed, rows, blocks, dtype=torch.float32)
+def new_best(logits, arrived, positions, temperature, seed, limits, ids, above, top):
+    rows, scored = len(logits), top if ids is not None else 0
+    tokens = logits.new_empty(rows, top, dtype=torch.int64)
+    return tokens, logits.new_empty(rows, scored, dtype=torch.float32)

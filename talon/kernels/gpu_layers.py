@@ -65,6 +65,11 @@ def packed_int4(linear: QuantizedLinear) -> tuple[Tensor, Tensor]:
     return weight, (pairs[0] & 0xFFFF | pairs[1] << 16).t().contiguous()
 
 
+def factors_of(linear: QuantizedLinear) -> Tensor | None:
+    """fp32 [K]: what int8 weights want their inputs multiplied with, if anything."""
+    return None if (linear.smoothing == 1).all() else 1 / linear.smoothing
+
+
 class GpuLinear(nn.Module):
     """A linear layer, plain or quantised, from the form in which a file holds it."""
 
@@ -78,8 +83,7 @@ class GpuLinear(nn.Module):
             self.group = min(linear.groupsize, 128)
             weight, scales = packed_int4(linear)
         elif mode:
-            weight, scales = tiled(weight, 64), linear.scales
-            factors = None if (linear.smoothing == 1).all() else 1 / linear.smoothing
+            weight, scales, factors = tiled(weight, 64), linear.scales, factors_of(linear)
         arrived = torch.zeros(-(-self.outputs // 64) * MOST_BLOCKS, dtype=torch.int32)
         tensors = {"weight": weight, "scales": scales, "factors": factors, "bias": linear.bias}
         for name, tensor in (tensors | {"arrived": arrived.to(weight.device)}).items():
@@ -138,6 +142,11 @@ class GpuFeedForward(nn.Module):
     def __init__(self, feed_forward: FeedForward, dtype: torch.dtype) -> None:
         super().__init__()
         self.w13, self.w2 = GpuLinear(feed_forward.w13, dtype), GpuLinear(feed_forward.w2, dtype)
+        w13, factors = self.w13, self.w2.factors
+        if factors is not None and w13.weight.dtype == torch.int8:  # up may as well come out scaled
+            both = torch.cat((torch.ones_like(factors), factors))
+            w13.scales, self.w2.factors = w13.scales * both, None
+            w13.bias = None if w13.bias is None else w13.bias.float() * both
         self.fused = self.w2.form == "plain" and self.w2.factors is None
 
     def forward(self, rows: Rows, residual: Tensor) -> Tensor:

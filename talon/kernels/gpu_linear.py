@@ -2,9 +2,8 @@
 
     y = torch.ops.talon.linear(rows, beside, *layer, "plain", torch.bfloat16, residual)
 
-Importing this file registers the operator. How it ends: "plain" adds the bias and the residual
-stream, "silu" turns gate and up into SiLU(gate) * up, "qkv" rotates queries and keys and writes
-keys and values to the cache.
+Importing this file registers the operator. It ends "plain" with bias and residual stream, "silu"
+with SiLU(gate) * up, "qkv" with queries and keys rotated, keys and values in the cache.
 
     weights          rows (gpu_rows.py)         in memory (gpu_layers.py)
     fp16, bf16       plain                      [N, K] as they are stored
@@ -14,11 +13,11 @@ keys and values to the cache.
 
 Weights are the left operand and rows the right one, so that each warp owns outputs of its own and
 dequantises them once, however many rows there are. The inner dimension is split over programs,
-because the outputs of one layer are too few to fill a GPU; the program that arrives last adds the
-parts in fixed order: no atomics on values. Neither the split nor the order of any sum depends on
-the number of rows: a row's result is the same bit for bit whichever rows are next to it. More than
-64 rows run in blocks of 64, next to each other in time, so that they share the weights in L2.
-Leaves out gradients and fp32 rows. Made for sm_86 (RTX 3090); runs from sm_80 on.
+since one layer's outputs are too few to fill a GPU; the program that arrives last adds the parts in
+fixed order. Neither the split nor the order of any sum depends on the number of rows: a row's
+result is the same bit for bit whichever rows are next to it. More than 64 rows run in blocks of 64,
+next to each other in time, so that they share the weights in L2. Leaves out gradients and fp32
+rows. Made for sm_86 (RTX 3090); runs from sm_80 on.
 """
 
 import functools
@@ -29,10 +28,10 @@ import triton
 import triton.language as tl
 from torch import Tensor, library
 
+from talon.kernels.gpu_rows import last_to_arrive
+
 PLAIN = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")  # where machine code cannot run
-
 COLUMNS = 128  # outputs of one program
-
 MOST_BLOCKS = 4  # blocks of 64 rows in the longest chunk of a prompt
 
 
@@ -100,13 +99,10 @@ def write_qkv(low, high, row, pair, out, rope, slots, kv, T, HEADS, G, R, HALF):
     sin = tl.load(at + T * 2 * HALF, mask=turned, other=0)
     a = tl.fma(low, cos, -(high * sin)).to(out.dtype.element_ty)
     b = tl.fma(high, cos, low * sin).to(out.dtype.element_ty)
-    at = out + (row.to(tl.int64) * HEADS + head) * 2 * HALF + i
-    live = (row < T) & (head < HEADS)
-    tl.store(at, a, mask=live)
-    tl.store(at + HALF, b, mask=live)
     slot = tl.load(slots + row, mask=row < T, other=0)
-    at = kv + ((head - HEADS) * R + slot) * 2 * HALF + i  # the groups' keys, then their values
-    live = (row < T) & (head >= HEADS) & (head < HEADS + 2 * G)
+    q_at = out + ((row * HEADS + head) * 2 * HALF + i).to(tl.int64)
+    kv_at = kv + ((head - HEADS) * R + slot) * 2 * HALF + i  # the groups' keys, then their values
+    at, live = tl.where(head < HEADS, q_at, kv_at), (row < T) & (head < HEADS + 2 * G)
     tl.store(at, a, mask=live)
     tl.store(at + HALF, b, mask=live)
 
@@ -120,10 +116,8 @@ def all_parts(acc, parts, arrived, COLUMNS: tl.constexpr, ROWS: tl.constexpr):
         i = tl.arange(0, COLUMNS)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
         at = parts + tile.to(tl.int64) * split * COLUMNS * ROWS + i
         tl.store(at + tl.program_id(1) * COLUMNS * ROWS, acc)
-        tl.debug_barrier()  # all of this program's part is stored before it says so
-        last = tl.atomic_add(arrived + tile, 1, sem="acq_rel") == split - 1
+        last = last_to_arrive(arrived + tile, split)
         if last:
-            tl.store(arrived + tile, 0)
             acc = tl.zeros_like(acc)
             for _ in range(split):
                 acc += tl.load(at, cache_modifier=".cg")
@@ -136,8 +130,7 @@ def finish(
     y, row, n, kept, beside, scales, bias, residual, out, rope, slots, kv, T, N, apart, G, R,
     FORM: tl.constexpr, END: tl.constexpr, ROUNDED: tl.constexpr,
 ):  # fmt: skip
-    """Scale, bias and what END says. What is multiplied and added is joined by name, lest the
-    compiler do it in one variant and not in the other."""
+    """Scale, bias and END. Where a product is added to it says so, or compilers join some only."""
     y, live = y.to(tl.float32), row < T
     if ROUNDED:
         y *= tl.load(beside + row, mask=live, other=0)
@@ -170,11 +163,8 @@ def linear_kernel(
     FORM: tl.constexpr, END: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     INNER: tl.constexpr, TWO: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A block of ROWS rows, a part of the inner dimension, COLUMNS outputs.
-
-    part: steps of INNER inputs in a part; apart: from one output of a pair to the other (gate and
-    up, or the halves of a head), where END wants pairs; parts: room for the parts' sums; arrived:
-    int32 [tiles], zero before and after."""
+    """A block of ROWS rows, a part (of so many steps of INNER inputs), COLUMNS outputs. apart: from
+    one output of a pair to the other, where END wants pairs; parts: room for the parts' sums."""
     HALF: tl.constexpr = INNER // 2
     BYTES: tl.constexpr = HALF if FORM == "int4" else INNER
     dtype: tl.constexpr = x.dtype.element_ty
@@ -239,10 +229,10 @@ def linear(
 ) -> Tensor:  # fmt: skip
     """Rows x [T, K] times a layer's weights, in `dtype`: [T, outputs], half of it if `end` is silu.
 
-    residual: [T, outputs], added. For qkv: rope fp32 [2, T, D], slots int64 [T], kv [2, G, R, D];
-    the queries [T, H, D] are returned. That kv is written is not told to torch.compile, which until
-    2.13 cannot take apart a region with an operator that both writes and returns; order is safe all
-    the same, since whoever reads kv takes the queries too."""
+    arrived: int32, zero; residual: [T, outputs]. For qkv: rope fp32 [2, T, D], slots int64 [T], kv
+    [2, G, R, D]; returns queries [T, H, D]. That kv is written is not told to torch.compile, whose
+    regions until 2.13 bear no operator that both writes and returns; order is safe all the same,
+    since whoever reads kv takes the queries too."""
     (rows, inputs), short = x.shape, x.dtype == torch.int8
     form = {torch.int8: "int8", torch.uint8: "int4"}.get(weight.dtype, "16")
     block = next((size for size in (8, 16, 32) if size >= rows and size >= 16 * short), 64)

@@ -1,19 +1,18 @@
 """Picks on a GPU: the choices and guesses of talon/sampling.py, without sorting a vocabulary.
 
-    pick = GpuPick(pick)       of a Greedy, Sampled or Filtered, over the same static tensors
+    pick = GpuPick(pick, arrived)       of a Greedy, Sampled or Filtered, over the same tensors
 
-One launch finds the best of each block (gpu_choice.py); what is left is small and plain torch, for
-a compiled region. So is `limits`, which finds what top_k and top_p keep: the key of the last token
-that is kept, two bits at a time from sums over the row, eight passes for bf16. A GPU sorts 128
-thousand columns ten times slower than it adds them up. Leaves out fp32 logits that only the
-division by the temperature makes equal.
+Choosing is one launch (gpu_choice.py). Before it `limits` finds what top_k and top_p keep, in plain
+torch for a compiled region: the key of the last token that is kept, two bits at a time from sums
+over the row, eight passes for bf16. A GPU sorts 128 thousand columns ten times slower than it adds
+them up. Leaves out fp32 logits that only the division by the temperature makes equal.
 """
 
 import torch
 from torch import Tensor
 
 from talon.kernels import gpu_choice  # noqa: F401
-from talon.sampling import NO_TOKEN, Pick
+from talon.sampling import Pick
 
 BITS = {torch.bfloat16: 16, torch.float16: 20, torch.float32: 32}  # of a key that can differ
 
@@ -73,40 +72,25 @@ def limits(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) ->
 class GpuPick:
     """A Pick that chooses and guesses by the operator."""
 
-    def __init__(self, pick: Pick) -> None:
-        self.name, self.pick = pick.name, pick
+    def __init__(self, pick: Pick, arrived: Tensor) -> None:
+        self.name, self.pick, self.arrived = pick.name, pick, arrived
 
     def best(self, logits: Tensor, positions: Tensor, ids: Tensor | None, top: int) -> tuple:
-        """`talon::best` over [T, V], with sums for a head's guesses, whose columns have ids."""
-        pick, more = self.pick, (None, None, None, None)
+        pick, settings = self.pick, (None, None, None, None)
         if self.name != "greedy":
-            more = positions, pick.temperature, pick.seed, None
+            settings = positions, pick.temperature, pick.seed, None
         if self.name == "filter":
-            more = *more[:3], limits(logits, pick.temperature, pick.top_k, pick.top_p)
-        return torch.ops.talon.best(logits, *more, ids, top, ids is not None)
+            kept = limits(logits, pick.temperature, pick.top_k, pick.top_p)
+            settings = *settings[:3], kept
+        return torch.ops.talon.best(logits, self.arrived, *settings, ids, None, top)
 
     def choose(self, logits: Tensor, positions: Tensor) -> Tensor:
         """As `sampling.Pick.choose`."""
-        best = self.best(logits, positions, None, 1)[0].flatten(1).amax(1)
-        return torch.where(best >> 32 == 2**31 - 1, NO_TOKEN, column_of(best))
+        return self.best(logits, positions, None, 1)[0][:, 0]
 
     def guess(
         self, logits: Tensor, positions: Tensor, tokens: Tensor, top_k: int
     ) -> tuple[Tensor, Tensor]:
         """As `sampling.Pick.guess`, but for a filter, which looks at all columns here."""
-        found, (highest, sums) = self.best(logits, positions, tokens, top_k)
-        best = found.flatten(1).sort(1, descending=True).values[:, :top_k]
-        most = highest.amax(1, keepdim=True)
-        total = most + (sums * (highest - most).exp()).sum(1, keepdim=True).log()
-        scores = value_of(best) - total
-        scores = torch.where(scores.isnan(), float("-inf"), scores).clamp(max=0)
-        return scores, tokens[column_of(best)]
-
-
-def column_of(found: Tensor) -> Tensor:
-    return 2**31 - 1 - (found & 0x7FFFFFFF)
-
-
-def value_of(found: Tensor) -> Tensor:
-    keys = (found >> 32).int()
-    return (keys ^ ((keys >> 31) & 0x7FFFFFFF)).view(torch.float32)
+        tokens, scores = self.best(logits, positions, tokens, top_k)
+        return scores, tokens

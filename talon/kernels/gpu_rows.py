@@ -8,8 +8,8 @@ Importing this file registers the operator. What a multiplication takes depends 
     "int8"   rows int8 [T, C], with a scale fp32 [T] each     for int8-dynamic
     "sums"   rows as they are, with sums fp32 [T, groups]     for int4: of the inputs of each group
 
-One program handles a row, in a shape that depends on the row's length alone, so a row's numbers do
-not depend on the rows next to it. Leaves out gradients, and fp32 models, which need none of this.
+One program handles a row, in a shape that its length alone decides: its numbers do not depend on
+the rows next to it. Leaves out gradients, and fp32 models, which need none of this.
 """
 
 import triton
@@ -17,6 +17,16 @@ import triton.language as tl
 from torch import Tensor, float32, int8, library
 
 ROUND = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding it leaves no bits behind the point
+
+
+@triton.jit
+def last_to_arrive(arrived, programs):
+    """Whether all other programs have stored what they found. arrived: int32, zero for the next."""
+    tl.debug_barrier()  # all of this one is stored before it says so
+    last = tl.atomic_add(arrived, 1, sem="acq_rel") == programs - 1
+    if last:
+        tl.store(arrived, 0)
+    return last
 
 
 @triton.jit

@@ -151,8 +151,8 @@ class DraftHead(nn.Module):
             normed = layer.hidden_norm(hidden)
             residual = normed if self.config.norm_before_residual else hidden
             x = torch.cat((layer.embed_norm(embedded), normed), dim=-1)
-        x = residual + layer.attention(x, place, kv)
-        x = x + layer.feed_forward(layer.ffn_norm(x))
+        x = layer.attention(x, place, kv, residual)
+        x = layer.feed_forward(layer.ffn_norm(x), x)
         return self.norm(x) if self.config.norm_output else x
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -199,14 +199,15 @@ class Attention(nn.Module):
         self.wo = nn.Linear(c.n_head * c.head_dim, c.dim, bias=c.o_bias)
         self.attend = attend  # a device may have a faster one (talon/loading.py)
 
-    def forward(self, x: Tensor, place: Place, kv: Tensor) -> Tensor:
-        """[T, C] of x [T, in_dim]. kv: [2, G, R, D], written at the tokens' slots, then read."""
+    def forward(self, x: Tensor, place: Place, kv: Tensor, residual: Tensor) -> Tensor:
+        """[T, C] of x [T, in_dim], added to the residual stream [T, C]. kv: [2, G, R, D], written
+        at the tokens' slots, then read."""
         heads, groups = self.n_head, self.n_kv_head
         qkv = self.wqkv(x).view(-1, heads + 2 * groups, self.head_dim)
         q, k, v = qkv.split((heads, groups, groups), dim=1)
         new = torch.stack((rotate(k, place.rope), v)).transpose(1, 2)  # [2, G, T, D]
         kv.index_copy_(2, place.slots, new.to(kv.dtype))
-        return self.wo(self.attend(rotate(q, place.rope), kv, place.mask))
+        return residual + self.wo(self.attend(rotate(q, place.rope), kv, place.mask))
 
 
 class FeedForward(nn.Module):
@@ -218,9 +219,9 @@ class FeedForward(nn.Module):
         self.w13 = nn.Linear(dim, 2 * inner, bias=bias)
         self.w2 = nn.Linear(inner, dim, bias=bias)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
         gate, up = self.w13(x).chunk(2, dim=-1)
-        return self.w2(F.silu(gate) * up)
+        return residual + self.w2(F.silu(gate) * up)
 
 
 class TransformerBlock(nn.Module):
@@ -236,8 +237,8 @@ class TransformerBlock(nn.Module):
 
     @torch.compiler.nested_compile_region
     def forward(self, x: Tensor, place: Place, kv: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), place, kv)
-        return x + self.feed_forward(self.ffn_norm(x))
+        x = self.attention(self.attention_norm(x), place, kv, x)
+        return self.feed_forward(self.ffn_norm(x), x)
 
 
 class Transformer(nn.Module):

@@ -59,7 +59,7 @@ def batched_block(
     weights = scores.softmax(-1, dtype=torch.float32).to(x.dtype)
     y = torch.bmm(weights.view(batch * groups, -1, width), values)
     x = x + attention.wo(y.view(batch, -1))
-    return x + layer.feed_forward(layer.ffn_norm(x))
+    return layer.feed_forward(layer.ffn_norm(x), x)
 
 
 def fit_batch(

@@ -53,7 +53,7 @@ class UnrolledAttention(Attention):
     of the same position at the earlier levels. `kv` is the list of the levels' keys and values;
     this call appends its own."""
 
-    def forward(self, x: Tensor, place: Place, kv: list) -> Tensor:
+    def forward(self, x: Tensor, place: Place, kv: list, residual: Tensor) -> Tensor:
         """x: [B * T, in_dim]; place: rope [2, B * T, D], no slots, and mask bool [T, T], causal."""
         rope, _, mask = place
         length = mask.shape[0]
@@ -71,7 +71,7 @@ class UnrolledAttention(Attention):
         y = weights[..., :length] @ values[:, :, None]
         for level, (_, value) in enumerate(kv[1:]):
             y = y + weights[..., length + level, None] * value[:, :, None]
-        return self.wo(y.permute(0, 3, 1, 2, 4).reshape(x.shape[0], heads * size))
+        return residual + self.wo(y.permute(0, 3, 1, 2, 4).reshape(x.shape[0], heads * size))
 
 
 class ColumnScale(nn.Module):

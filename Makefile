@@ -52,7 +52,7 @@ endef
 export TABLE
 
 test: $(VENV)/dev.stamp
-	$(BIN)/python -m pytest -q -m "not slow"
+	$(BIN)/python -m pytest -q -n 2 -m "not slow"
 
 test-all: $(VENV)/dev.stamp
 	$(BIN)/python -m pytest -q

@@ -47,7 +47,7 @@ CARD = SimpleNamespace(  # what Inductor and Triton ask of a device
     shared_memory_per_block_optin=101376, shared_memory_per_multiprocessor=102400, gcnArchName="",
 )  # fmt: skip
 LAYERS = 32  # of the model that is reckoned with; fewer are compiled, since one block serves all
-INSIDE = {"talon.linear": 1, "talon.ready": 1, "talon.attend": 2, "talon.best": 1}  # launches
+INSIDE = {"talon.linear": 1, "talon.ready": 1, "talon.attend_tree": 2, "talon.best": 1}  # launches
 KINDS = {"sample": (0.8, 0, 1.0), "filter": (0.8, 50, 0.9), "greedy": (0.0, 0, 1.0)}
 
 
@@ -200,8 +200,8 @@ def report(args: argparse.Namespace, slots: int, sources: dict, calls: Counter, 
         columns = [total(table, kind) for kind in kinds]
         parts = [f"{total(layer, kind)} {kind}" for kind in kinds if layer]
         parts += [f"({n} {k[5:]})" for k, n in (layer or table).items() if k.startswith("aten")]
-        print("%-13s %5d" % (name, calls[name]), *("%6d" % n for n in columns), end=" ")
-        print("%8d" % table["KV"], "|", ", ".join(parts))
+        print(f"{name:13} {calls[name]:5}", *(f"{n:6}" for n in columns), end=" ")
+        print(f"{table['KV']:8}", "|", ", ".join(parts))
         nodes += calls[name] * sum(columns)
         if args.keep:
             Path(args.keep, f"{args.mode}_{name}.py").write_text(source, encoding="utf-8")

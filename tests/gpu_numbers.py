@@ -190,7 +190,7 @@ def tree_of(nodes: int, width: int = 4) -> Tensor:
 def attend(q: Tensor, kv: Tensor, length: int, ancestors: Tensor | None, *form) -> tuple:
     arrived = torch.zeros(256, dtype=torch.int32)
     form = form or (None, "plain", 0)
-    found = ops.attend(q, kv, torch.tensor([length]), ancestors, form[0], arrived, *form[1:])
+    found = ops.attend_tree(q, kv, torch.tensor([length]), ancestors, form[0], arrived, *form[1:])
     assert not arrived.any()
     return found
 

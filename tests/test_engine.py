@@ -431,6 +431,7 @@ class Pair(NamedTuple):
     sizes: tuple[int, ...]
 
 
+@pytest.mark.slow
 def test_a_region_sees_every_change_of_its_arguments():
     """Guards of modules and globals are dropped, those of arguments and of the members of tuples
     are not; a Pick is its own kind."""

@@ -124,6 +124,7 @@ def test_an_unusable_cache_directory_is_named_in_one_line(world, tmp_path, compi
     assert last.startswith("error: ") and str(path) in last
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("missing", ["CXX", pytest.param("PATH", marks=pytest.mark.slow)])
 def test_a_missing_compiler_is_named_with_the_way_out(world, tmp_path, missing):
     """C67."""

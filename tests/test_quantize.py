@@ -355,6 +355,7 @@ def test_unknown_modes_and_layers_in_a_file_are_refused():
         swap_linears(model, {"mode": "int4", "groupsize": 48, "layers": {"output": "int4"}})
 
 
+@pytest.mark.slow
 def test_the_command_line_quantises_and_refuses(tmp_path):
     source = tiny_file(tmp_path / "talon.safetensors")
     code, out, err = cli("--checkpoint_path", source, "--mode", "int4", "--groupsize", 64)

@@ -1,6 +1,6 @@
 """Attention of a tree's nodes over a KV cache: two launches, the same numbers whatever the tree.
 
-    y, beside = torch.ops.talon.attend(q, kv, length, ancestors, factors, arrived, "plain", 0)
+    y, beside = torch.ops.talon.attend_tree(q, kv, length, ancestors, factors, arrived, "plain", 0)
 
 Importing this file registers the operator. The committed length is read on the device, so one graph
 serves every length. Without `ancestors` row t sees the positions up to length + t: plain decoding,
@@ -193,7 +193,7 @@ def rest_kernel(
             write_row(values.to(tl.float32), row, out, beside, H * D, groups, MODE, GROUP, ROW)
 
 
-@library.custom_op("talon::attend", mutates_args=())
+@library.custom_op("talon::attend_tree", mutates_args=())
 def attend(
     q: Tensor, kv: Tensor, length: Tensor, ancestors: Tensor | None, factors: Tensor | None,
     arrived: Tensor, mode: str, group: int,

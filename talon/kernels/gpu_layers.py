@@ -132,7 +132,7 @@ class GpuAttention(nn.Module):
     def forward(self, x: Tensor | Rows, place: Place, kv: Tensor, residual: Tensor) -> Tensor:
         rows, wo = x if isinstance(x, tuple) else self.wqkv.ready(x), self.wo
         q = self.wqkv.multiply(rows, "qkv", None, place.rope, place.slots, kv)
-        rows = ops.attend(q, kv, *place.mask, wo.factors, self.arrived, wo.form, wo.group)
+        rows = ops.attend_tree(q, kv, *place.mask, wo.factors, self.arrived, wo.form, wo.group)
         return wo.multiply(rows, "plain", residual)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from eagle_draft import DraftHead, Entries, Pick, Stage, read_chunk, verify
 from model import At, KVCache, Transformer, rope_table
-from talon.drafters.source import make_source
+from talon.drafters import make_source
 from talon.graphs import Graph, Launched, PhaseClock, Recorder, as_it_is, compile_region, replay
 from talon.sampling import NO_TOKEN, Picks, SamplingConfig
 from talon.trees import NO_TREE, Tree, bucket_widths

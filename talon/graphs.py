@@ -41,6 +41,8 @@ INDUCTOR_OPTIONS = {
     # pieces of at least this many elements keep their numbers equal, and forks few.
     "cpp.min_chunk_size": 16384,
     "guard_filter_fn": guards_of_arguments,
+    # Nothing is decided by timing it: another answer would be other kernels, and other rounding.
+    "shape_padding": False,
     # What the graph's own operators return has the sizes that it was compiled for.
     "size_asserts": False,
     "alignment_asserts": False,

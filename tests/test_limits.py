@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from filelock import FileLock
-from tiny import random_model, save_byte_tokenizer
+from tiny import random_head, random_model, save_byte_tokenizer
 
 from model import ModelConfig, Transformer
 from talon.checkpoint import TensorSpec, read_checkpoint
@@ -21,7 +21,10 @@ from talon.graphs import remove_broken_libraries
 from talon.writing import write_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
-COMMANDS = ("generate", "convert_hf_checkpoint", "quantize", "train_draft", "benchmark")
+COMMANDS = [
+    ["generate.py"], ["convert_hf_checkpoint.py"], ["quantize.py"], ["train_draft.py"],
+    ["benchmark.py"], ["-m", "talon.serving"],
+]  # fmt: skip
 LARGE = ModelConfig(10**6, 512, 1, 4, 4, 128, 512, 1e-5, 1024)  # an embedding of 2 GB
 
 
@@ -87,9 +90,9 @@ def check_out_of_memory(done: subprocess.CompletedProcess) -> None:
     assert lines[0].startswith("error: out of memory (") and "ulimit -v" in lines[0]
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 def test_a_limit_too_small_for_torch_is_one_line(command):
-    check_out_of_memory(limited(0.3, f"{command}.py", "--help"))
+    check_out_of_memory(limited(0.3, *command, "--help"))
 
 
 @pytest.mark.slow
@@ -112,24 +115,18 @@ def test_a_checkpoint_larger_than_the_limit_is_one_line_and_nothing_is_left(larg
     assert sorted(large.rglob("*")) == before
 
 
-def test_a_checkpoint_is_mapped_into_memory_once(tmp_path):
-    path = tmp_path / "talon.safetensors"
-    model = random_model()
-    tensors = model.state_dict()
-    specs = {name: TensorSpec(t.dtype, tuple(t.shape)) for name, t in tensors.items()}
-    config = asdict(model.config)
-    write_checkpoint(path, kind="target", config=config, specs=specs, tensors=tensors.items())
-    checkpoint = read_checkpoint(path)
-    taken = [checkpoint.tensor(name) for name in specs], dict(checkpoint.tensors())
-    assert len(taken[0]) == len(taken[1]) == len(specs)
+def test_a_checkpoint_is_mapped_into_memory_once(tiny):
+    checkpoint = read_checkpoint(tiny / "talon.safetensors")
+    taken = [checkpoint.tensor(name) for name in checkpoint.specs], dict(checkpoint.tensors())
+    assert len(taken[0]) == len(taken[1]) == len(checkpoint.specs)
     maps = Path("/proc/self/maps").read_text().splitlines()
-    assert len([line for line in maps if line.endswith(str(path))]) == 1
+    assert len([line for line in maps if line.endswith(str(checkpoint.path))]) == 1
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 def test_ctrl_c_while_a_command_imports_torch_ends_it_quietly(command):
     program = subprocess.Popen(
-        [sys.executable, f"{command}.py", "--help"], cwd=ROOT,
+        [sys.executable, *command, "--help"], cwd=ROOT,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
     maps = Path(f"/proc/{program.pid}/maps")
@@ -153,30 +150,65 @@ def test_libraries_that_a_killed_compiler_left_cut_short_are_removed(tmp_path, m
     assert left == ["compiling.so", "whole.main.so"]
 
 
-@pytest.mark.slow
-def test_a_damaged_cache_is_mended_or_named(tmp_path):
-    """Libraries are built again; what torch cannot make sense of is answered by the folder."""
-    cache, checkpoint = tmp_path / "cache", tmp_path / "talon.safetensors"
-    model = random_model()
-    tensors = model.state_dict()
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> Path:
+    """A directory with a target, a head and a tokenizer."""
+    directory = tmp_path_factory.mktemp("tiny")
+    model = random_model(vocab_size=256)
+    save(directory / "talon.safetensors", "target", model, set())
+    save(directory / "head.safetensors", "draft", random_head(model), BORROWED)
+    save_byte_tokenizer(directory)
+    return directory
+
+
+BORROWED = {"tok_embeddings.weight", "output.weight", "d2t"}
+
+
+def save(path: Path, kind: str, module: torch.nn.Module, left_out: set[str]) -> None:
+    tensors = {name: t for name, t in module.state_dict().items() if name not in left_out}
     specs = {name: TensorSpec(t.dtype, tuple(t.shape)) for name, t in tensors.items()}
-    config = asdict(model.config)
-    write_checkpoint(checkpoint, kind="target", config=config, specs=specs, tensors=tensors.items())
+    config = asdict(module.config)
+    write_checkpoint(path, kind=kind, config=config, specs=specs, tensors=tensors.items())
 
-    def generate(*arguments: str) -> subprocess.CompletedProcess:
-        given = ("--checkpoint_path", checkpoint, "--prompt_ids", "1 2", "--max_new_tokens", "3")
-        return subprocess.run(
-            [sys.executable, "generate.py", *given, *arguments], cwd=ROOT, text=True,
-            env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache)}, capture_output=True,
-        )  # fmt: skip
 
-    wanted = generate("--no_compile").stdout
-    (library,) = cache.glob("*/*.so")
-    for size in (library.stat().st_size // 2, 0):
-        library.write_bytes(library.read_bytes()[:size])
-        assert generate("--no_compile").stdout == wanted
+def generate(tiny: Path, cache: Path, *arguments: object, **env: str) -> tuple[int, str, str]:
+    given = ("--checkpoint_path", tiny / "talon.safetensors", "--prompt", "Hi")
+    done = subprocess.run(
+        [sys.executable, "generate.py", *map(str, (*given, "--max_new_tokens", 3, *arguments))],
+        cwd=ROOT, env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache), **env},
+        capture_output=True, text=True, errors="replace",
+    )  # fmt: skip
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.slow
+def test_a_damaged_cache_is_mended_or_named(tiny, tmp_path):
+    """Libraries are built again; what torch cannot make sense of is answered by the folder."""
+    wanted = generate(tiny, tmp_path, "--no_compile")[:2]
+    (library,) = tmp_path.glob("*/*.so")
+    library.write_bytes(library.read_bytes()[: library.stat().st_size // 2])
+    assert generate(tiny, tmp_path, "--no_compile")[:2] == wanted
     library.unlink()
     source = library.with_suffix(".cpp")
     source.write_bytes(source.read_bytes()[:1000])
-    done = generate("--no_compile")
-    assert done.stdout == wanted and f"delete the cache {cache}" in done.stderr
+    code, out, err = generate(tiny, tmp_path, "--no_compile")
+    assert (code, out) == wanted and f"delete the cache {tmp_path}" in err
+
+
+@pytest.mark.slow
+def test_a_cache_that_is_removed_while_it_is_compiled_into_is_named(tiny, tmp_path):
+    compiler, cache = tmp_path / "compiler", tmp_path / "cache"
+    compiler.write_text(f'#!/bin/sh\nrm -rf {cache}\nexec g++ "$@"\n')
+    compiler.chmod(0o755)
+    code, _, err = generate(tiny, cache, "--compile", CXX=str(compiler))
+    last = err.strip().splitlines()[-1]
+    assert code == 2 and "Traceback" not in err
+    assert last.startswith("error: torch.compile") and f"delete the cache {cache}" in last
+
+
+@pytest.mark.slow
+def test_tuning_without_a_compiler_is_one_line(tiny, tmp_path):
+    head = ("--draft_checkpoint_path", tiny / "head.safetensors")
+    code, _, err = generate(tiny, tmp_path, *head, CXX="/bin/false")
+    assert code == 2 and "Traceback" not in err
+    assert err.strip().splitlines()[-1].startswith("error: torch.compile does not work here")

@@ -2,9 +2,15 @@
 
 import subprocess
 import sys
+from collections import Counter
+from types import ModuleType
 
 import pytest
 from world import ROOT, record, shell
+
+from eagle_draft import DraftConfig
+from model import ModelConfig
+from talon import checkpoint, loading
 
 
 def test_the_program_prints_text_in_any_locale(world, plain):
@@ -142,3 +148,27 @@ def test_compiled_runs_give_the_eager_text_and_do_not_recompile(cli, world, tmp_
         top = record(tmp_path / "o")
         assert (code, out) == (0, wanted) and top["compile_s"] > 0 and top["recompiles"] == 0
         assert "compiled in" in err
+
+
+def test_a_drafted_run_opens_and_parses_each_file_once(cli, world, monkeypatch):
+    """One header of each file, one tokenizer, one configuration of each kind."""
+    counted = []
+
+    def counting(owner: object, name: str) -> None:
+        real = getattr(owner, name)
+
+        def call(*args: object, **options: object) -> object:
+            counted.append(name if isinstance(owner, ModuleType) else owner.__name__)
+            return real(*args, **options)
+
+        monkeypatch.setattr(owner, name, call)
+
+    counting(checkpoint, "read_header")
+    counting(loading, "load_tokenizer")
+    counting(ModelConfig, "from_dict")
+    counting(DraftConfig, "from_dict")
+    draft = ("--draft_checkpoint_path", world / "head.safetensors", "--tree", "chain:2")
+    code, _, _ = cli("--prompt", "Hello", "--max_new_tokens", 4, *draft)
+    assert code == 0
+    once = {"load_tokenizer": 1, "ModelConfig": 1, "DraftConfig": 1}
+    assert Counter(counted) == {"read_header": 2, **once}

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from eagle_draft import DraftHead, Entries, Nodes, Pick, Stage
+from eagle_draft import Entries, Nodes, Pick, Stage
 from model import At
 from talon.trees import NO_TREE, Tree
 
@@ -48,20 +48,3 @@ class RootOnly:
         pass
 
     read = learn
-
-
-def make_source(
-    tree: Tree, head: DraftHead | None, rows: int, device: torch.device, compiled: Compile
-) -> DraftSource:
-    """The draft source of a tree. rows: of the caches."""
-    if tree.nodes == 1:
-        return RootOnly(device)
-    # Imported where they are wanted: plain decoding reads and loads neither.
-    from talon.drafters.eagle import EagleDrafter
-    from talon.drafters.lookup import LookupDrafter, WithLookup
-
-    if not tree.needs_head:
-        return LookupDrafter(tree, rows, device, compiled)
-    assert head is not None, f"tree {tree.name} needs a head"
-    source = EagleDrafter(head, tree, rows, compiled)
-    return WithLookup(source, tree, rows, compiled) if tree.lookup else source

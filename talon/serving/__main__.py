@@ -5,6 +5,11 @@
 The address it prints is the page's; clients add /v1 to it. Texts are decoded one at a time, a
 second request waits its turn. Ctrl-C or SIGTERM ends it."""
 
+if __name__ == "__main__":  # before the imports that take seconds
+    from talon.cli import guard_imports
+
+    guard_imports()
+
 import asyncio
 import signal
 import socket

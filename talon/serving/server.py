@@ -56,7 +56,8 @@ class Server:
 
     async def connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         exchange = Exchange(self, reader, writer)
-        with suppress(OSError, asyncio.TimeoutError):  # who has left needs no answer
+        # Who has left needs no answer, and who is being told that the server stops no patience.
+        with suppress(OSError, asyncio.TimeoutError, asyncio.CancelledError):
             await exchange.answer()
             await asyncio.wait_for(writer.drain(), PATIENCE)
             await asyncio.wait_for(exchange.part(), LINGER)

@@ -201,8 +201,8 @@ def report(args: argparse.Namespace, slots: int, sources: dict, calls: Counter, 
         columns = [total(table, kind) for kind in kinds]
         parts = [f"{total(layer, kind)} {kind}" for kind in kinds if layer]
         parts += [f"({n} {k[5:]})" for k, n in (layer or table).items() if k.startswith("aten")]
-        print("%-13s %5d" % (name, calls[name]), *("%6d" % n for n in columns), end=" ")
-        print("%8d" % table["KV"], "|", ", ".join(parts))
+        print(f"{name:13} {calls[name]:5}", *(f"{n:6}" for n in columns), end=" ")
+        print(f"{table['KV']:8} |", ", ".join(parts))
         nodes += calls[name] * sum(columns)
         if args.keep:
             Path(args.keep, f"{args.mode}_{name}.py").write_text(source, encoding="utf-8")

@@ -183,6 +183,7 @@ def adopt() -> None:
     eagle_draft.tree_mask = lambda at, ancestors: Sight(at.length, ancestors)
     eagle_draft.causal_mask = lambda start, count, slots: Sight(start, None)
     gpu_layers.factors_of = factors
+    DraftHead.target_ids = property(lambda head: head.d2t)  # made once, when a head is loaded
 
 
 def report(args: argparse.Namespace, slots: int, sources: dict, calls: Counter, eager: Counter):
@@ -201,7 +202,7 @@ def report(args: argparse.Namespace, slots: int, sources: dict, calls: Counter, 
         parts = [f"{total(layer, kind)} {kind}" for kind in kinds if layer]
         parts += [f"({n} {k[5:]})" for k, n in (layer or table).items() if k.startswith("aten")]
         print(f"{name:13} {calls[name]:5}", *(f"{n:6}" for n in columns), end=" ")
-        print(f"{table['KV']:8}", "|", ", ".join(parts))
+        print(f"{table['KV']:8} |", ", ".join(parts))
         nodes += calls[name] * sum(columns)
         if args.keep:
             Path(args.keep, f"{args.mode}_{name}.py").write_text(source, encoding="utf-8")
@@ -244,7 +245,8 @@ def main() -> None:
     talon.decoder.compile_region = region
     with mode, torch.inference_mode():
         decoder = build(args, parse_tree(args.tree))
-        pick = GpuPick(decoder.picks.by_name[SamplingConfig(*KINDS[args.kind]).pick])
+        pick = decoder.picks.by_name[SamplingConfig(*KINDS[args.kind]).pick]
+        pick = GpuPick(pick, torch.zeros(64, dtype=torch.int32, device="cuda"))
         with between:
             decoder.round(decoder.at(300), pick)
     report(args, decoder.cache.rows, sources, calls, between.counts)

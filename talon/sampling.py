@@ -124,11 +124,16 @@ class Pick:
         ids int64 [N, top_k]. NaN ranks last."""
         pool = max(min(GUESS_POOL, logits.shape[1]), top_k)
         values, columns = self.values(logits, positions, tokens, pool)
-        values = torch.where(values.isnan(), float("-inf"), values)
-        best, index = values.topk(top_k, dim=1)
-        scores = best - values.logsumexp(1, keepdim=True)
-        scores = torch.where(scores.isnan(), float("-inf"), scores).clamp(max=0)
+        scores, index = ranked(values, top_k)
         return scores, tokens[columns.gather(1, index)]
+
+
+def ranked(values: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    """Log-probabilities fp32 [N, top_k] of the best of values fp32 [N, M], and their index."""
+    values = torch.where(values.isnan(), float("-inf"), values)
+    best, index = values.topk(top_k, dim=1)
+    scores = best - values.logsumexp(1, keepdim=True)
+    return torch.where(scores.isnan(), float("-inf"), scores).clamp(max=0), index
 
 
 class Greedy(Pick):
@@ -177,12 +182,17 @@ class Filtered(Pick):
             scaled, columns = scaled.topk(pool, dim=1)
         else:  # a stable sort: of equal logits the lower id is kept first
             scaled, columns = scaled.sort(dim=1, descending=True, stable=True)
+        return self.among(scaled, positions, tokens[columns]), columns
+
+    def among(self, scaled: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
+        """The same for columns in falling order: logits over the temperature fp32 [N, M], and the
+        tokens int64 [N, M] that they belong to."""
         rank = torch.arange(scaled.shape[1], device=scaled.device)
         scaled = scaled.masked_fill(rank >= self.top_k, float("-inf"))
         probs = scaled.softmax(1)
         before = probs.cumsum(1) - probs  # the mass of everything better
         scaled = scaled.masked_fill((before >= self.top_p) & (rank > 0), float("-inf"))
-        return scaled + gumbel(self.seed, positions, tokens[columns]), columns
+        return scaled + gumbel(self.seed, positions, tokens)
 
 
 class Picks:

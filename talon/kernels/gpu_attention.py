@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor, float32, library
 
-from talon.kernels.gpu_rows import last_to_arrive, new_rows, write_row
+from talon.kernels.gpu_rows import ROUND, last_to_arrive, new_rows, write_row
 
 BLOCK = tl.constexpr(32)  # keys that are weighed against each other at once
 HALF = tl.constexpr(64)  # of a head's values: what one accumulator holds
@@ -59,8 +59,8 @@ def nothing(M: tl.constexpr):
 @triton.jit
 def fold_block(state, x, at, values, there, last, scale, D: tl.constexpr):
     """Fold a block of keys into the state of rows x [M, D]. at: where each lies, its value `values`
-    further; there: which to read; last: the last that each row sees. The tensor cores sum up the
-    weights too, since their order of adding does not depend on where a row lies."""
+    further; there: which to read; last: the last that each row sees. The weights are summed up as
+    whole numbers (of 2**-21), since the order of adding depends on where a row lies."""
     d, h = tl.arange(0, x.shape[1]), tl.arange(0, HALF)
     k = tl.load(at[None, :] + d[:, None], mask=there[None, :] & (d < D)[:, None], other=0)
     seen = tl.arange(0, BLOCK)[None, :] <= last[:, None]
@@ -68,7 +68,8 @@ def fold_block(state, x, at, values, there, last, scale, D: tl.constexpr):
     best = tl.max(scores, 1)
     offset = tl.where(best == float("-inf"), 0.0, best)
     weights = tl.exp2((scores - offset[:, None]) * scale).to(x.dtype)
-    total = tl.max(tl.dot(weights, tl.full((BLOCK, 8), 1, x.dtype)), 1)
+    parts = (weights.to(tl.float32) * 2097152.0 + ROUND).to(tl.int32, bitcast=True)
+    total = tl.sum(parts - 0x4B400000, 1).to(tl.float32) * 4.76837158203125e-07
     best, a, b = shares(state[0], best, scale)
     total, more = tl.fma(a, state[1], b * total), state[3]
     at = at[:, None] + values + h[None, :]
@@ -83,7 +84,7 @@ def fold_block(state, x, at, values, there, last, scale, D: tl.constexpr):
 @triton.jit
 def part_start(i):
     """Position of the first key of part i. Parts grow: each costs room for its state."""
-    return 64 * i * (i + 1)
+    return 96 * i * (i + 1)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -204,7 +205,7 @@ def attend(
     [H * D] of the result, as int8 weights may ask for, or None; arrived: int32 [T], zero. The rows'
     own keys and values are in kv already. Takes T * H * (D + 2) * 4 bytes for each part."""
     q, (rows, heads, size), (_, groups, slots, _) = q.contiguous(), q.shape, kv.shape
-    parts = next(i for i in range(slots) if 64 * i * (i + 1) >= slots)
+    parts = next(i for i in range(slots) if 96 * i * (i + 1) >= slots)
     per_group = heads // groups
     block = 16 if rows * per_group <= 16 else 64
     blocks = -(-rows * per_group // block)

@@ -89,14 +89,11 @@ class GpuLinear(nn.Module):
         for name, tensor in (tensors | {"arrived": arrived.to(weight.device)}).items():
             self.register_buffer(name, tensor, persistent=False)
 
-    def ready(self, x: Tensor, weight: Tensor | None = None, eps: float = 0.0) -> Rows:
-        """Rows x [T, K] in the form that this layer takes; weight [K]: of a norm before it."""
-        if weight is None and self.factors is None and self.form == "plain":
+    def ready(self, x: Tensor) -> Rows:
+        """Rows x [T, K] in the form that this layer takes."""
+        if self.factors is None and self.form == "plain":
             return x, None
-        op, factors = "none" if weight is None else "norm", self.factors
-        if weight is not None:
-            factors = weight if factors is None else weight.float() * factors
-        return ops.ready(x, factors, eps, op, self.form, self.group)
+        return ops.ready(x, self.factors, 0.0, "none", self.form, self.group)
 
     def multiply(self, rows: Rows, end: str = "plain", *more: Tensor | None) -> Tensor:
         """The operator on ready rows; more: the residual, or for qkv None, rope, slots, kv."""
@@ -113,11 +110,14 @@ class GpuNorm(nn.Module):
     def __init__(self, norm: RMSNorm, layer: GpuLinear | None = None) -> None:
         super().__init__()
         self.weight, self.eps, self.layer = norm.weight, norm.eps, layer
+        factors = None if layer is None else layer.factors
+        scaled = norm.weight if factors is None else norm.weight.detach().float() * factors
+        self.register_buffer("scaled", scaled.detach(), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor | Rows:
-        if self.layer is not None:
-            return self.layer.ready(x, self.weight, self.eps)
-        return ops.ready(x, self.weight, self.eps, "norm", "plain", 0)[0]
+        if self.layer is None:
+            return ops.ready(x, self.scaled, self.eps, "norm", "plain", 0)[0]
+        return ops.ready(x, self.scaled, self.eps, "norm", self.layer.form, self.layer.group)
 
 
 class GpuAttention(nn.Module):

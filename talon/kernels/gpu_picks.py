@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from talon.kernels import gpu_choice  # noqa: F401
-from talon.sampling import Pick
+from talon.sampling import Pick, ranked
+
+POOL = 64  # a head's guesses are filtered among so many
 
 BITS = {torch.bfloat16: 16, torch.float16: 20, torch.float32: 32}  # of a key that can differ
 
@@ -70,27 +72,36 @@ def limits(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) ->
 
 
 class GpuPick:
-    """A Pick that chooses and guesses by the operator."""
+    """A Pick that chooses and guesses by the operator. arrived: int32, zero, for every row."""
 
     def __init__(self, pick: Pick, arrived: Tensor) -> None:
         self.name, self.pick, self.arrived = pick.name, pick, arrived
 
-    def best(self, logits: Tensor, positions: Tensor, ids: Tensor | None, top: int) -> tuple:
-        pick, settings = self.pick, (None, None, None, None)
-        if self.name != "greedy":
-            settings = positions, pick.temperature, pick.seed, None
-        if self.name == "filter":
-            kept = limits(logits, pick.temperature, pick.top_k, pick.top_p)
-            settings = *settings[:3], kept
-        return torch.ops.talon.best(logits, self.arrived, *settings, ids, None, top)
+    def best(
+        self, logits: Tensor, noise: tuple | None, kept: Tensor | None, ids: Tensor | None, top: int
+    ) -> tuple[Tensor, Tensor]:
+        """`talon::best`; noise: positions, temperature and seed."""
+        noise = noise or (None, None, None)
+        return torch.ops.talon.best(logits, self.arrived, *noise, kept, ids, None, top)
 
     def choose(self, logits: Tensor, positions: Tensor) -> Tensor:
         """As `sampling.Pick.choose`."""
-        return self.best(logits, positions, None, 1)[0][:, 0]
+        pick, noise, kept = self.pick, None, None
+        if self.name != "greedy":
+            noise = positions, pick.temperature, pick.seed
+        if self.name == "filter":
+            kept = limits(logits, pick.temperature, pick.top_k, pick.top_p)
+        return self.best(logits, noise, kept, None, 1)[0][:, 0]
 
     def guess(
         self, logits: Tensor, positions: Tensor, tokens: Tensor, top_k: int
     ) -> tuple[Tensor, Tensor]:
-        """As `sampling.Pick.guess`, but for a filter, which looks at all columns here."""
-        tokens, scores = self.best(logits, positions, tokens, top_k)
-        return scores, tokens
+        """As `sampling.Pick.guess`; a filter looks at the best POOL columns, or at top_k."""
+        pick = self.pick
+        if self.name == "filter":
+            pool = max(min(POOL, logits.shape[1]), top_k)
+            tokens, scores = self.best(logits, None, None, tokens, pool)
+            scores, index = ranked(pick.among(scores / pick.temperature, positions, tokens), top_k)
+            return scores, tokens.gather(1, index)
+        noise = None if self.name == "greedy" else (positions, pick.temperature, pick.seed)
+        return self.best(logits, noise, None, tokens, top_k)[::-1]

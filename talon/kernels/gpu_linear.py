@@ -198,9 +198,9 @@ def linear_kernel(
             pair_at += (1 + TWO) * wide
             sums_at += 1 + TWO
         else:
-            acc = tl.dot(w.to(dtype), x1, acc)
+            acc = tl.dot(w.to(dtype), x1, acc, out_dtype=acc.dtype)
             w = tl.load(w_at + HALF, mask=there2[None, :] | (FORM != "16"), other=0)
-            acc = tl.dot(w.to(dtype), x2, acc)
+            acc = tl.dot(w.to(dtype), x2, acc, out_dtype=acc.dtype)
         w_at += INNER if FORM == "16" else 128 * BYTES
         x_at += INNER
         k += INNER

@@ -445,6 +445,6 @@ def test_a_compiled_block_is_one_graph_of_seven_operators_and_writes_the_cache()
     block = next(text for text in functions if "def repeated_subgraph0" in text)
     counts = {
         name: block.count(f" = torch.ops.talon.{name}.default(")
-        for name in ("ready", "linear", "attend")
+        for name in ("ready", "linear", "attend_tree")
     }
-    assert counts == {"ready": 2, "linear": 4, "attend": 1}
+    assert counts == {"ready": 2, "linear": 4, "attend_tree": 1}

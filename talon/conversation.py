@@ -5,13 +5,15 @@ from talon.text import Engine, TextGeneration
 
 class Conversation:
     """Turns that follow each other: messages where a chat template is used, else one text that goes
-    on. Where the context is full, what is oldest falls away, but never the `opening` messages."""
+    on. Where the context is full, what is oldest falls away, but never the `opening` messages, or
+    what the tokenizer begins every text with."""
 
     def __init__(self, engine: Engine, chat: bool, opening: list[dict], room: int) -> None:
         """room: tokens that an answer may take."""
         self.engine, self.chat, self.opening = engine, chat, opening
         self.turns: list = []  # messages, or ids
         self.kept: list = []  # of them, in the prompt made last
+        self.start = [] if chat else engine.tokenizer.encode("")
         context = engine.decoder.max_seq_length
         self.limit = context - min(room, context // 4)
 
@@ -29,12 +31,13 @@ class Conversation:
         if self.chat:
             asked = {"role": "user", "content": line.rstrip("\n")}
             return self.engine.encode([*self.opening, *self.kept, asked])
-        return self.kept + self.engine.tokenizer.encode(line, add_bos=not self.turns)
+        return self.start + self.kept + self.engine.tokenizer.encode(line, add_bos=False)
 
     def add(self, line: str, text: TextGeneration) -> bool:
         """The line was answered. True if something fell away for it."""
         lost = len(self.kept) < len(self.turns)
         asked = {"role": "user", "content": line.rstrip("\n")}
         said = [asked, {"role": "assistant", "content": text.text}]
-        self.turns = self.kept + said if self.chat else text.generation.ids + text.tokens
+        ids = text.generation.ids[len(self.start) :] + text.tokens
+        self.turns = self.kept + said if self.chat else ids
         return lost

@@ -5,6 +5,7 @@ import torch
 from tiny import table_head, table_model
 from world import LIMIT, TREES, VOCAB, cycle_of, say, speaker
 
+from talon.conversation import Conversation
 from talon.decoder import Decoder
 from talon.loading import fit_tree
 from talon.text import Engine, load
@@ -343,3 +344,19 @@ def test_filters_hold_with_a_head(tokenizer, tree):
         theirs = alone.generate([4], max_new_tokens=300, temperature=1.0, **options)
         list(theirs)
         assert text.tokens == theirs.tokens
+
+
+def test_a_text_that_outgrew_its_context_still_begins_as_the_tokenizer_begins_it(plain):
+    talk = Conversation(plain, False, [], room=8)
+    talk.limit = 60
+    start = plain.encode("")
+    assert len(start) == 1  # the world's tokenizer begins with BOS
+    lost = []
+    for number in range(6):
+        ids = talk.prompt(line := f"this is line number {number}\n")
+        assert ids[:1] == start and ids.count(start[0]) == 1 and len(ids) <= 60
+        assert ids[-3:] == plain.tokenizer.encode(line, add_bos=False)[-3:]
+        text = plain.generate(ids, max_new_tokens=8, ignore_eos=True)
+        list(text)
+        lost.append(talk.add(line, text))
+    assert lost[0] is False and any(lost)

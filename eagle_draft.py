@@ -181,7 +181,8 @@ class Stage(NamedTuple):
     module: nn.Module
     cache: KVCache
     rope: Tensor  # fp32 [2, R, D], the table of its positions
-    feature_layers: tuple[int, ...] = ()  # of a target: what the draft source reads
+    feature_layers: tuple[int, ...] = ()  # of the target: what the draft source reads
+    ahead: int = 1  # of a head: its entry at position i holds token i + ahead
 
 
 class Nodes(NamedTuple):
@@ -219,6 +220,7 @@ class Entries(NamedTuple):
     tokens: Tensor  # int64 [T], the token that follows each
     start: Tensor  # int64 [1]
     last: Tensor  # int64 [1], the last row that counts
+    root: Tensor | None = None  # int64 [1], the token at `start` itself
 
 
 # ---------------------------------------------------------------- draft
@@ -252,11 +254,11 @@ def grow_level(
     tokens, hidden, scores, seen = tokens[chosen], hidden[parent], scores[chosen], seen[parent]
     own = step * beam + torch.arange(beam, device=tokens.device)
     seen = seen | (torch.arange(seen.shape[1], device=tokens.device) == own[:, None])
-    position = (at.length + step).expand(beam)  # of the pair: one less than the token's own
+    position = (at.length + step).expand(beam)  # of the entry
     place = Place(head.rope[:, position], at.length + own, tree_mask(at, seen))
     hidden = head.module(tokens, hidden, place, head.cache.layer(0))
     logits, ids = head.module.logits(hidden), head.module.target_ids
-    child_scores, child_tokens = pick.guess(logits, position + 2, ids, top_k)
+    child_scores, child_tokens = pick.guess(logits, position + head.ahead + 1, ids, top_k)
     child_scores = scores[:, None] + child_scores
     return chosen, Level(child_scores.flatten(), child_tokens.flatten(), hidden, seen)
 
@@ -348,7 +350,7 @@ def read_chunk(
 def absorb(head: Stage, entries: Entries, at: At) -> Tensor:
     """Append true entries to the head's cache. Returns its state [1, C] at the last one, from which
     the next tree grows."""
-    features, path, tokens, start, last = entries
+    features, path, tokens, start, last, *_ = entries
     own = start + torch.arange(tokens.shape[0], device=start.device)
     place = Place(head.rope[:, own], own, causal_mask(start, tokens.shape[0], at.slots))
     hidden = head.module.fuse([feature[path] for feature in features])

@@ -54,7 +54,8 @@ def parse_args(argv: list[str] | None) -> Namespace:
 
 def add_prompt_options(parser: Parser) -> None:
     parser.add_argument("--checkpoint_path", type=Path, default=DEMO, help="target file")
-    parser.add_argument("--draft_checkpoint_path", default="none", help="head file, or none")
+    small = "head or smaller target, or none"
+    parser.add_argument("--draft_checkpoint_path", default="none", help=small)
     given = parser.add_mutually_exclusive_group()
     given.add_argument("--prompt", help="text; - reads standard input")
     given.add_argument("--prompt_file", type=Path, help="file with the prompt, UTF-8")

@@ -11,9 +11,9 @@ from functools import partial
 from os.path import commonprefix
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from eagle_draft import DraftHead, Entries, Pick, Stage, read_chunk, verify
+from eagle_draft import Entries, Pick, Stage, read_chunk, verify
 from model import At, KVCache, Transformer, rope_table
 from talon.drafters import make_source
 from talon.graphs import Graph, Launched, PhaseClock, Recorder, as_it_is, compile_region, replay
@@ -30,7 +30,7 @@ class Decoder:
         self,
         model: Transformer,
         max_seq_length: int,
-        head: DraftHead | None = None,
+        head: nn.Module | None = None,  # what its draft source runs
         tree: Tree = NO_TREE,
         compile: bool = True,
     ) -> None:
@@ -80,7 +80,7 @@ class Decoder:
         tokens = torch.tensor(ids[start:] + padding, device=self.device)
         for done in range(0, len(ids) - start, self.chunk):
             count = min(self.chunk, len(ids) - start - done)
-            at = self.at(start + done + self.chunk)
+            at = self.at(start + done + self.chunk + 1)  # a small model's entries stand one further
             final = start + done + count == len(ids)
             self.prefill_chunk(tokens[done : done + self.chunk + 1], count, final, at, pick)
         self.cached = list(ids)
@@ -94,7 +94,7 @@ class Decoder:
         # Inside the prompt the token that follows is known; after its last one it is the choice.
         following = tokens[1:].index_copy(0, last, choice) if final else tokens[1:]
         path = self.numbers[: self.chunk]
-        self.drafter.read(Entries(features, path, following, self.length, last), at)
+        self.drafter.read(Entries(features, path, following, self.length, last, tokens[:1]), at)
         self.root.copy_(choice)
         self.length.add_(count)
 

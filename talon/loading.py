@@ -90,11 +90,12 @@ class Files:
     config: ModelConfig
     tokenizer: Tokenizer | None  # None: there is none next to the target, and ids must do
     head: Checkpoint | None = None
-    head_config: DraftConfig | None = None  # with its feature layers resolved
+    # With its feature layers resolved; a ModelConfig where a small model drafts.
+    head_config: DraftConfig | ModelConfig | None = None
 
     def with_head(self, path: str | Path) -> "Files":
         """The same target with the head of another file; refused if it cannot belong to it."""
-        head, config = read_file(path, "draft")
+        head, config = read_file(path, "draft", "target")
         return replace(self, head=head, head_config=fit_head(path, config, self.config))
 
 
@@ -105,16 +106,17 @@ def open_files(target: str | Path, head: str | Path | None = None) -> Files:
     return files if head is None else files.with_head(head)
 
 
-def read_file(path: str | Path, kind: str) -> tuple[Checkpoint, ModelConfig | DraftConfig]:
-    """A file's header and its configuration. A head where a target belongs is refused, and the
-    reverse, and metadata that the converter does not write."""
+def read_file(path: str | Path, *kinds: str) -> tuple[Checkpoint, ModelConfig | DraftConfig]:
+    """A file's header and its configuration. Refused is what is of none of these kinds, as a head
+    where a target belongs, and metadata that the converter does not write."""
     checkpoint = read_checkpoint(path)
-    if checkpoint.kind != kind:
-        flag = {"target": "--draft_checkpoint_path", "draft": "--checkpoint_path"}[kind]
+    kind = checkpoint.kind
+    if kind not in kinds:
+        flag = {"draft": "--draft_checkpoint_path", "target": "--checkpoint_path"}[kind]
         dim, vocab = checkpoint.config.get("dim"), checkpoint.config.get("vocab_size")
         raise ValueError(
-            f"{path} is a {checkpoint.kind} (hidden size {dim}, vocabulary {vocab}) where a {kind} "
-            f"is needed: give it as {flag}"
+            f"{path} is a {kind} (hidden size {dim}, vocabulary {vocab}) where a {kinds[0]} is "
+            f"needed: give it as {flag}"
         )
     damage = f"{path} has a damaged configuration"
     try:
@@ -241,8 +243,14 @@ def choose_operators(module: nn.Module, device: torch.device, dtype: torch.dtype
                 setattr(parent, name, cpu_kernels.RowsLinear(child))
 
 
-def fit_head(path: str | Path, head: DraftConfig, target: ModelConfig) -> DraftConfig:
+def fit_head(
+    path: str | Path, head: DraftConfig | ModelConfig, target: ModelConfig
+) -> DraftConfig | ModelConfig:
     """The head's configuration with its feature layers resolved, if it fits this target."""
+    if isinstance(head, ModelConfig):
+        from talon.drafters.small_model import fit_model
+
+        return fit_model(path, head, target)
     hidden = head.dim if head.family == "eagle1" else head.target_dim
     for what, mine, theirs in (
         ("hidden size", hidden, target.dim),
@@ -268,9 +276,12 @@ def fit_head(path: str | Path, head: DraftConfig, target: ModelConfig) -> DraftC
 
 def load_head(
     files: Files, model: Transformer, device: torch.device, dtype: torch.dtype
-) -> DraftHead:
-    """A head in the target's compute dtype; what its file lacks is borrowed from the target."""
+) -> nn.Module:
+    """A head in the target's compute dtype; what its file lacks is borrowed from the target. Or the
+    small model that drafts in its place."""
     config, checkpoint = files.head_config, files.head
+    if isinstance(config, ModelConfig):
+        return load_target(Files(checkpoint, config, None), device, dtype)
     head = empty_module(DraftHead, config, checkpoint)
     identity = "d2t" not in checkpoint.specs
     if identity and config.draft_vocab_size != config.vocab_size:
@@ -301,8 +312,11 @@ def rows_of(linear: nn.Module, ids: Tensor) -> nn.Module:
     return reduced
 
 
-def head_card(c: DraftConfig) -> str:
+def head_card(c: DraftConfig | ModelConfig) -> str:
     """What a user needs to see to know that the right head was read in the right way."""
+    if isinstance(c, ModelConfig):
+        size = f"{c.n_layer} layers, hidden size {c.dim}, vocabulary {c.vocab_size}"
+        return f"draft model: {size}, of up to {c.max_seq_length} positions"
     layers = c.feature_layers
     captured = "state after the final norm"
     if layers:
@@ -320,7 +334,7 @@ def head_card(c: DraftConfig) -> str:
     )
 
 
-def fit_tree(asked: Tree | None, head: DraftConfig | None) -> Tree:
+def fit_tree(asked: Tree | None, head: DraftConfig | ModelConfig | None) -> Tree:
     """The tree to use, if the head can fill it; for None, `--tree auto`, its family's preset."""
     if head is None:
         tree = asked or NO_TREE
@@ -328,10 +342,11 @@ def fit_tree(asked: Tree | None, head: DraftConfig | None) -> Tree:
             needs = f"tree {tree.name!r} needs a head"
             raise ValueError(f"{needs}: give --draft_checkpoint_path, or --tree none or lookup:5")
         return tree
-    tree = asked or parse_tree(PRESETS[head.family])
+    small = isinstance(head, ModelConfig)
+    tree = asked or parse_tree(PRESETS["model" if small else head.family])
     if tree.levels > 64 or tree.nodes > 1024:
         raise ValueError(f"tree {tree.name} is too large: give 1024 nodes and 64 levels at most")
-    size = head.draft_vocab_size
+    size = head.vocab_size if small else head.draft_vocab_size
     if tree.top_k > size:
         raise ValueError(
             f"tree {tree.name} asks for {tree.top_k} children of a node, but the head's vocabulary "

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from eagle_draft import DraftConfig
 from model import ModelConfig
 from talon.checkpoint import Checkpoint
 from talon.decoder import PREFILL_CHUNK
@@ -58,7 +59,7 @@ def plan_memory(
     """What decoding will need."""
     c, d, chunk = files.config, files.head_config, PREFILL_CHUNK[device.type]
     rows = tree.cache_rows(max_seq_length, chunk)
-    slot = c.n_layer * c.n_kv_head * c.head_dim + (d.n_kv_head * d.head_dim if d else 0)
+    slot = cached(c) + (cached(d) if d else 0)
     prefill = forward_bytes(c, chunk, 1, rows, dtype)
     drafted = forward_bytes(c, tree.nodes, max(tree.nodes, tree.beam), rows, dtype)
     workspace, graphs = max(prefill, drafted), 0
@@ -67,6 +68,11 @@ def plan_memory(
     target, head = loaded_bytes(files.target, dtype), loaded_bytes(files.head, dtype)
     caches = 2 * rows * slot * dtype.itemsize
     return MemoryPlan(target, head, caches, workspace, graphs, available)
+
+
+def cached(c: ModelConfig | DraftConfig) -> int:
+    """Numbers of a token's keys, or of its values, in all layers."""
+    return getattr(c, "n_layer", 1) * c.n_kv_head * c.head_dim
 
 
 def loaded_bytes(checkpoint: Checkpoint | None, dtype: torch.dtype) -> int:

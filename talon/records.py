@@ -37,7 +37,8 @@ def bytes_per_round(decoder: Decoder, committed: float) -> float:
     total = weights + committed * decoder.cache.data[:, :, :, 0].nbytes
     if decoder.drafter.stage is not None:
         head, cache, *_ = decoder.drafter.stage
-        weights = sum(module_bytes(module) for module in (head.fc, head.layer, head.output))
+        parts = head.layer, head.output, *([head.fc] if hasattr(head, "fc") else [])
+        weights = sum(map(module_bytes, parts))
         total += tree.levels * (weights + committed * cache.data[:, :, :, 0].nbytes)
     return total
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from eagle_draft import DraftConfig
 from talon.decoder import Decoder, Generation
 from talon.loading import (
     Files,
@@ -231,7 +232,7 @@ def load_files(files: Files, options: Options) -> Engine:
     head, choice = None, None
     if files.head and tree.needs_head:
         head = load_head(files, model, o.device, o.dtype)
-        if o.tree is None:
+        if o.tree is None and isinstance(files.head_config, DraftConfig):
             from talon.tuning.choice import auto_tree  # here only: it is large, and seldom needed
 
             measure = o.tune == "measure"

@@ -58,8 +58,9 @@ class Tree:
 
     @property
     def draft_slots(self) -> int:
-        """Head cache slots that growing needs behind the committed ones."""
-        return max((self.levels - 1) * self.beam, self.levels + 1)
+        """Cache slots of a head, or of a small model, that growing needs behind the committed ones.
+        The small model's are one further."""
+        return max((self.levels - 1) * self.beam, self.levels + 1) + 1 if self.levels else 0
 
     def block(self, level: int) -> int:
         """Flat index of the first candidate of `level` (1 is the root's children)."""
@@ -137,7 +138,11 @@ def dynamic_tree(nodes: int = 60, levels: int = 6, top_k: int = 10) -> Tree:
 
 
 # Of a head's family, as in the papers (EAGLE-1 section 4, EAGLE-3 section 5).
-PRESETS = {"eagle1": "static", "eagle3": "dynamic:nodes=60,levels=8,top_k=10"}
+PRESETS = {
+    "eagle1": "static",
+    "eagle3": "dynamic:nodes=60,levels=8,top_k=10",
+    "model": "chain:4",  # speculative sampling
+}
 
 
 def with_lookup(tree: Tree, count: int) -> Tree:

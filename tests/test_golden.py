@@ -43,7 +43,7 @@ class Recorder:
             return nodes
 
         def spy_learn(entries, at):
-            features, path, tokens, start, last = entries
+            features, path, tokens, start, last, *_ = entries
             count = int(last) + 1
             entry = {
                 "features": torch.cat([f[path] for f in features], -1)[:count],

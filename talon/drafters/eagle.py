@@ -34,17 +34,22 @@ class Candidates(NamedTuple):
     parents: Tensor | None  # int64 [M], flat; -1 is the root; None where the tree is static
 
 
+def head_stage(head: DraftHead, rows: int) -> Stage:
+    """A head with its cache of `rows`."""
+    c, device, dtype = head.config, head.d2t.device, head.layer.ffn_norm.weight.dtype
+    cache = KVCache(1, c.n_kv_head, rows, c.head_dim, dtype).to(device)
+    table = rope_table(rows, c.head_dim, c.rope_theta, c.rope_scaling).to(device)
+    return Stage(head, cache, table, c.feature_layers or ())
+
+
 class EagleDrafter:
     """A head, the part of a tree that it grows, and the static buffers of both."""
 
-    def __init__(self, head: DraftHead, tree: Tree, rows: int, compiled: Compile) -> None:
-        self.tree = tree
-        c, device, dtype = head.config, head.d2t.device, head.layer.ffn_norm.weight.dtype
-        self.feature_layers = c.feature_layers or ()
-        cache = KVCache(1, c.n_kv_head, rows, c.head_dim, dtype).to(device)
-        table = rope_table(rows, c.head_dim, c.rope_theta, c.rope_scaling).to(device)
-        self.stage = Stage(head, cache, table)
-        self.hidden = torch.zeros(1, c.dim, dtype=dtype, device=device)
+    def __init__(self, stage: Stage, dim: int, tree: Tree, compiled: Compile) -> None:
+        """dim: of the states that a level hands to the next."""
+        self.stage, self.tree, self.feature_layers = stage, tree, stage.feature_layers
+        device, dtype = stage.rope.device, stage.cache.data.dtype
+        self.hidden = torch.zeros(1, dim, dtype=dtype, device=device)
         self.state = (self.hidden,)
         self.steps = torch.arange(tree.levels, device=device)
         slots = (tree.levels - 1) * tree.beam
@@ -68,9 +73,13 @@ class EagleDrafter:
         first = torch.full((self.tree.top_k,), -1, device=self.hidden.device)
         return torch.cat([first, *children])
 
+    def levels_at(self, at: At) -> At:
+        """Where the head's own entries end: those of the tree stand behind them."""
+        return at
+
     def grow(self, at: At, pick: Pick) -> Candidates:
         """Run the head level by level. EAGLE-2, section 4.1, for a dynamic tree."""
-        tree, head = self.tree, self.stage
+        tree, head, behind = self.tree, self.stage, self.levels_at(at)
         sizes = tree.beam, tree.top_k
         first = self.root_children(head.module, self.hidden, at, pick, sizes)
         above = Level(*first, self.unseen)
@@ -78,7 +87,7 @@ class EagleDrafter:
         for level in range(1, tree.levels):
             chosen = self.expand[level - 1] if self.static else None
             step = self.steps[level - 1 : level]
-            chosen, above = self.grow_level(head, chosen, above, step, at, pick)
+            chosen, above = self.grow_level(head, chosen, above, step, behind, pick)
             scores.append(above.scores)
             tokens.append(above.tokens)
             if not self.static:  # a static tree's parents are known

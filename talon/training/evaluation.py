@@ -16,7 +16,7 @@ from tqdm import tqdm
 from eagle_draft import DraftHead, Entries
 from model import At, Transformer
 from talon.decoder import RoundStats
-from talon.drafters.eagle import EagleDrafter
+from talon.drafters import make_source
 from talon.graphs import as_it_is
 from talon.sampling import Greedy
 from talon.training.batched import BatchedDecoder, Slot
@@ -86,9 +86,10 @@ def replay(
     device = head.d2t.device
     # -1 is what no head guesses.
     known = torch.tensor(ids + [-1] * (tree.levels + 2), device=device)
-    drafter = EagleDrafter(head, tree, len(ids) + tree.nodes + tree.draft_slots, as_it_is)
+    rows = len(ids) + tree.nodes + tree.draft_slots
+    drafter = make_source(tree, head, rows, device, as_it_is)
     features, _ = read_by_head(features, head.config.target_dim)
-    slots = torch.arange(drafter.stage.cache.rows, device=device)
+    slots = torch.arange(rows, device=device)
 
     def learn(start: int, count: int) -> None:
         rows = torch.arange(start, start + count, device=device)

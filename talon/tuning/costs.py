@@ -17,7 +17,7 @@ import torch
 from eagle_draft import DraftHead, Entries, Nodes
 from model import At
 from talon.decoder import Decoder
-from talon.drafters.eagle import EagleDrafter
+from talon.drafters import make_source
 from talon.drafters.lookup import LookupDrafter
 from talon.graphs import as_it_is, compile_region
 from talon.sampling import Greedy
@@ -152,7 +152,7 @@ def head_costs(
     at, calls = after(decoder, committed, 64), {}
     for beam, depth in itertools.product(beams, (2, 4)):
         tree = chain(depth) if beam == 1 else dynamic_tree(min(16, beam + 1), depth, beam)
-        drafter = EagleDrafter(head, tree, decoder.cache.rows, compiled)
+        drafter = make_source(tree, head, decoder.cache.rows, device, compiled)
         calls[beam, depth] = lambda d=drafter: d.propose(root, at, pick)
     # What a round of six rows, three of them true, would have a head learn.
     features = [drafter.hidden.new_zeros(6, head.config.target_dim)]

@@ -1,7 +1,10 @@
 """The data of training: conversations of a file, and those that the target makes itself."""
 
+import itertools
 import json
+import re
 import shutil
+from collections import Counter, deque
 from pathlib import Path
 
 import pytest
@@ -26,7 +29,7 @@ from tiny_training import (
 import train_draft
 from talon.tokenizer import Tokenizer, load_tokenizer
 from talon.training import batched
-from talon.training.batched import fit_batch
+from talon.training.batched import BatchedDecoder, Slot, fit_batch
 from talon.training.conversations import (
     Conversation,
     read_conversations,
@@ -34,7 +37,7 @@ from talon.training.conversations import (
     tokenise,
 )
 from talon.training.evaluation import answer_greedily
-from talon.training.self_talk import TalkConfig, make_conversations
+from talon.training.self_talk import SelfTalk, TalkConfig, make_conversations
 
 
 @pytest.fixture(scope="module")
@@ -188,6 +191,62 @@ def test_prompts_of_self_talk_are_those_that_decoding_would_see(tmp_path: Path, 
         ids = row["ids"][: row["spans"][0][0]]
         turn = tokenizer.decode(ids).removeprefix("[INST] ").removesuffix(" [/INST]")
         assert ids == tokenizer.encode_chat(talk(turn))
+
+
+@pytest.fixture
+def talk_in_letters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SelfTalk:
+    """A tiny target that says small letters and ends its turns, so that all it says is text."""
+    model = tiny_target(3)
+    write_target(tmp_path, model)
+    tokenizer, forward = load_tokenizer(tmp_path), BatchedDecoder.forward
+    letters = [1, *(tokenizer.encode(letter)[0] for letter in "abcdefghijklmnopqrstuvwxyz")]
+    others = torch.tensor([i for i in range(VOCAB) if i not in letters])
+
+    def say_letters(*inputs: object) -> torch.Tensor:
+        logits = forward(*inputs).index_fill(1, others, float("-inf"))
+        logits[:, 1] += logits[:, letters].std(1) * 0.7
+        return logits
+
+    monkeypatch.setattr(BatchedDecoder, "forward", say_letters)
+    return SelfTalk(model, tokenizer, TalkConfig(3000, batch=24))
+
+
+def test_system_prompts_and_second_turns_are_what_decoding_would_see(
+    talk_in_letters: SelfTalk,
+) -> None:
+    tokenizer, seen = talk_in_letters.tokenizer, Counter()
+    for row in itertools.islice(talk_in_letters.run(0), 100):
+        text = tokenizer.decode(row["ids"], skip_special=False)
+        messages = [
+            {"role": role, "content": content}
+            for role, content in re.findall(r"<\|start\|>(\w+)\n(.*?)(?:<\|end\|>|$)", text, re.S)
+        ]
+        answers = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
+        assert len(answers) == len(row["spans"])
+        for index, (start, end) in zip(answers, row["spans"], strict=True):
+            assert row["ids"][:start] == tokenizer.encode_chat(messages[:index])
+            said = tokenizer.decode(row["ids"][start:end])
+            assert said == messages[index]["content"]
+        assert row["spans"][-1][1] == len(row["ids"]) <= 448
+        seen[messages[0]["role"], len(answers)] += 1
+    assert seen.keys() == {("system", 1), ("system", 2), ("user", 1), ("user", 2)}
+
+
+def test_an_answer_that_loops_is_dropped_and_what_came_before_it_is_kept(
+    talk_in_letters: SelfTalk,
+) -> None:
+    def answer(spans: list[list[int]]) -> dict | None:
+        slot, done = Slot(0, deque(), start=9, ids=list(range(2, 11)), spans=spans), None
+        for number in range(80):
+            assert done is None
+            done = talk_in_letters.advance(slot, 20 + number % 5)
+            if done is not None:
+                return done
+        return None
+
+    assert answer([]) == {}
+    kept = answer([[3, 6]])
+    assert kept["ids"] == [2, 3, 4, 5, 6, 7] and kept["spans"] == [[3, 6]]
 
 
 def test_unusable_rows_are_counted_by_reason(

@@ -29,6 +29,8 @@ class Slot:
     start: int | None = None  # where the answer begins; None while the user turn is being sampled
     turn: int = 0  # where the sampled part of the user turn begins
     ids: list[int] = field(default_factory=list)
+    messages: list[dict] = field(default_factory=list)  # what was said before this turn
+    spans: list[list[int]] = field(default_factory=list)  # of the answers that are whole
     seen: Counter = field(default_factory=Counter)  # n-grams of the answer
 
     @property

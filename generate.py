@@ -21,9 +21,9 @@ from pathlib import Path
 
 import torch
 
-from talon.cli import DEMO, Parser, check_output, note, run
+from talon.cli import DEMO, Parser, add_files, add_running_options, check_output, note, run
 from talon.decoder import Decoder
-from talon.loading import DTYPES, Files, fit_context, open_files
+from talon.loading import Files, fit_context, open_files
 from talon.records import Results, compilations, write_json
 from talon.sampling import SamplingConfig
 from talon.text import (
@@ -48,14 +48,14 @@ def parse_args(argv: list[str] | None) -> Namespace:
     parser = Parser(prog="generate.py", description="Generate text with a converted checkpoint.")
     add_prompt_options(parser)
     add_text_options(parser.add_argument_group("the text").add_argument)
-    add_running_options(parser)
+    add = add_running_options(parser)
+    add("--retune", action="store_true", help="let --tree auto measure again")
+    add("--profile", help="write a Chrome trace of the last sample to this file")
     return parser.parse_args(argv)
 
 
 def add_prompt_options(parser: Parser) -> None:
-    parser.add_argument("--checkpoint_path", type=Path, default=DEMO, help="target file")
-    small = "head or smaller target, or none"
-    parser.add_argument("--draft_checkpoint_path", default="none", help=small)
+    add_files(parser.add_argument)
     given = parser.add_mutually_exclusive_group()
     given.add_argument("--prompt", help="text; - reads standard input")
     given.add_argument("--prompt_file", type=Path, help="file with the prompt, UTF-8")
@@ -79,24 +79,6 @@ def add_text_options(add: Callable) -> None:
     add("--check", action="store_true", help="compare with plain decoding: exit code 1 if unequal")
     add("--highlight", action="store_true", help="colour the tokens that the draft guessed")
     add("--json", help="write measurements and ids to this file")
-
-
-def add_running_options(parser: Parser) -> None:
-    running = parser.add_argument_group("running")
-    add = running.add_argument
-    trees = (
-        "auto, none, lookup:K, or chain:K, static, dynamic:nodes=N,levels=L,top_k=K, FILE.json, "
-        "each of these also with +lookup:K"
-    )
-    add("--tree", default="auto", help=trees)
-    add("--retune", action="store_true", help="let --tree auto measure again")
-    add("--device", default="auto", help="auto, cpu or cuda")
-    add("--dtype", default="auto", choices=["auto", *DTYPES], help="precision of computing")
-    add("--max_seq_length", type=int, help="context to provide for (default: what is needed)")
-    compiling = running.add_mutually_exclusive_group()
-    compiling.add_argument("--compile", action="store_true", default=True, help="compile")
-    compiling.add_argument("--no_compile", dest="compile", action="store_false", help="run eagerly")
-    add("--profile", help="write a Chrome trace of the last sample to this file")
 
 
 def check_args(args: Namespace) -> None:
@@ -229,8 +211,7 @@ def context_for(args: Namespace, files: Files, ids: list[int] | None) -> int:
 def open_checkpoints(args: Namespace) -> Files:
     if args.checkpoint_path == DEMO and not DEMO.exists():
         raise ValueError(f"{DEMO} is not there yet: run `make demo`, or give --checkpoint_path")
-    head = args.draft_checkpoint_path
-    return open_files(args.checkpoint_path, None if head == "none" else head)
+    return open_files(args.checkpoint_path, args.draft_checkpoint_path)
 
 
 def prepare(args: Namespace, files: Files, options: Options) -> Engine:

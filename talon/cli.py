@@ -52,6 +52,26 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"error: {' '.join(message.split())} (see {self.prog} --help)\n")
 
 
+def add_files(add: Callable) -> None:
+    add("--checkpoint_path", type=Path, default=DEMO, help="target file (convert_hf_checkpoint.py)")
+    add("--draft_checkpoint_path", default="none", help="head or smaller target, or none")
+
+
+def add_running_options(parser: Parser) -> Callable:
+    """How the files are run, as `load` in talon/text.py takes it. Returns what adds more of it."""
+    group = parser.add_argument_group("running")
+    add = group.add_argument
+    trees = "auto, none, lookup:K, or chain:K, static, dynamic:nodes=N,levels=L,top_k=K, FILE.json"
+    add("--tree", default="auto", help=f"{trees}, each of these also with +lookup:K")
+    add("--device", default="auto", help="auto, cpu or cuda")
+    add("--dtype", default="auto", help="precision of computing: auto, fp32, fp16 or bf16")
+    add("--max_seq_length", type=int, help="context to provide for (default: what is needed)")
+    compiling = group.add_mutually_exclusive_group()
+    compiling.add_argument("--compile", action="store_true", default=True, help="compile")
+    compiling.add_argument("--no_compile", dest="compile", action="store_false", help="run eagerly")
+    return add
+
+
 def prepare_streams() -> None:
     """Give the program streams that never fail on a character, whatever locale and shell it has."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):

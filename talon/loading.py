@@ -100,10 +100,11 @@ class Files:
 
 
 def open_files(target: str | Path, head: str | Path | None = None) -> Files:
-    """Read the headers of both files and the tokenizer next to the target's."""
+    """Read the headers of both files and the tokenizer next to the target's. head: None or "none"
+    without one."""
     checkpoint, config = read_file(target, "target")
     files = Files(checkpoint, config, find_tokenizer(checkpoint.path.parent, config))
-    return files if head is None else files.with_head(head)
+    return files if head in (None, "none") else files.with_head(head)
 
 
 def read_file(path: str | Path, *kinds: str) -> tuple[Checkpoint, ModelConfig | DraftConfig]:

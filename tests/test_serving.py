@@ -226,7 +226,7 @@ def test_what_asks_for_nothing_changes_nothing(port, fields):
         ({"stream": "yes"}, "stream"),
         ({"max_tokens": [8]}, "max_tokens"),
         ({"stop": 5}, "stop"),
-        ({"stop": ["a", 5]}, "stop"),
+        ({"stop": ["a", 5]}, "stop[1]"),
         ({"model": 5}, "model"),
         ({"messages": "Hello"}, "messages"),
         ({"messages": []}, "messages"),

@@ -8,15 +8,15 @@ import asyncio
 import io
 import json
 import re
-import select
 import traceback
-from contextlib import suppress
+from contextlib import closing, suppress
 from hmac import compare_digest
 from http import HTTPStatus
 from http.client import HTTPException, HTTPMessage, parse_headers
 from pathlib import Path
+from socket import SO_ERROR, SOL_SOCKET
 
-from talon.cli import note, one_line
+from talon.cli import one_line
 from talon.serving.api import Completion, Refused
 from talon.text import Engine
 
@@ -25,17 +25,17 @@ PATIENCE, LINGER = 20.0, 2.0  # seconds for a request to arrive or an answer to 
 REQUEST = re.compile(rb"([A-Z]+) (/[!-~]*) HTTP/1\.[01]\r\n")
 LOCAL = ("localhost", "127.0.0.1", "")  # no browser leaves Host out
 CHATS = {"/v1/chat/completions": True, "/v1/completions": False}
-KINDS = {bytes: "text/html; charset=utf-8", dict: "application/json", str: "text/event-stream"}
 MORE = {401: ["WWW-Authenticate: Bearer"], 405: ["Allow: GET, HEAD, POST"]}
 FAULTS = {
     asyncio.TimeoutError: (408, "the request took too long to arrive"),
     asyncio.IncompleteReadError: (400, "the request ends too early"),
     asyncio.LimitOverrunError: (431, f"the head of the request has more than {MOST_HEAD} bytes"),
     asyncio.CancelledError: (503, "the server is stopping"),
+    ConnectionError: (499, "the client has left"),  # and reads no more of this
     HTTPException: (431, "the request has too many headers"),
-    RecursionError: (400, "the body is nested too deeply"),
-    ValueError: (400, ""),  # these two speak for themselves
+    (ValueError, RecursionError): (400, ""),  # these speak for themselves
     FloatingPointError: (500, ""),
+    BaseException: (500, "the server made a mistake: see its log"),
 }
 
 
@@ -54,15 +54,6 @@ class Server:
             f"/v1/models/{card['model']}": model,
         }
 
-    async def connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        exchange = Exchange(self, reader, writer)
-        # Who has left needs no answer, and who is being told that the server stops no patience.
-        with suppress(OSError, asyncio.TimeoutError, asyncio.CancelledError):
-            await exchange.answer()
-            await asyncio.wait_for(writer.drain(), PATIENCE)
-            await asyncio.wait_for(exchange.part(), LINGER)
-        writer.transport.abort()
-
     def check_caller(self, path: str, headers: HTTPMessage) -> None:
         """Refuse pages of other origins, by whatever name they found this machine, and whoever
         lacks the key."""
@@ -75,6 +66,15 @@ class Server:
         if self.api_key and path.startswith("/v1/") and not known:
             raise Refused("the API key is missing or wrong", 401, code="invalid_api_key")
 
+    async def connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        exchange = Exchange(self, reader, writer)
+        # Who has left needs no answer, and who is being told that the server stops no patience.
+        with suppress(OSError, asyncio.TimeoutError, asyncio.CancelledError):
+            await exchange.answer()
+            await asyncio.wait_for(writer.drain(), PATIENCE)
+            await asyncio.wait_for(exchange.part(), LINGER)
+        writer.transport.abort()
+
 
 class Exchange:
     """One connection: a request, and an answer or a refusal."""
@@ -83,25 +83,20 @@ class Exchange:
         self, server: Server, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         self.server, self.reader, self.writer = server, reader, writer
-        self.method, self.streaming, self.probed = "", False, False
-        self.broken = select.poll()
-        self.broken.register(writer.get_extra_info("socket"), 0)
-        writer.transport.set_write_buffer_limits(0)  # to drain is to have all sent
+        self.method, self.streaming = "", False
 
     async def answer(self) -> None:
+        server = self.server
         try:
             path, body = await asyncio.wait_for(self.read(), PATIENCE)
-            page, chat = self.server.pages.get(path), CHATS.get(path)
-            if page is None and chat is None:
-                raise Refused(f"there is no {path[:60]} here", 404)
-            if self.method not in (("GET", "HEAD") if chat is None else ("POST",)):
+            if path in CHATS and self.method == "POST":
+                await self.complete(json.loads(body), CHATS[path])
+            elif path in server.pages and self.method in ("GET", "HEAD"):
+                self.send(server.pages[path])
+            elif path in CHATS or path in server.pages:
                 raise Refused(f"{path} does not take {self.method[:60]}", 405)
-            if chat is None:
-                self.send(200, page)
             else:
-                await self.complete(json.loads(body), chat)
-        except ConnectionError:
-            raise
+                raise Refused(f"there is no {path[:60]} here", 404)
         except BaseException as error:
             self.refuse(error)
 
@@ -123,70 +118,48 @@ class Exchange:
         return path, await self.reader.readexactly(int(length))
 
     async def complete(self, fields: object, chat: bool) -> None:
-        """Wait for the turn, and answer with a text. A long prompt is read in parts."""
+        """Wait for the turn, and answer with a text."""
         asked = Completion(fields, chat, self.server.engine, self.server.card)
-        decoder, run = self.server.engine.decoder, asked.text.generation
         async with self.server.turn:
-            reused, part = decoder.reusable(run.ids), 4 * decoder.chunk
-            await self.pause()
-            while (start := decoder.reusable(run.ids)) + part < len(run.ids):
-                decoder.prefill(run.ids[: start + part], start, decoder.picks.set(run.sampling))
-                await self.pause()
-            try:
-                for piece, drafted in asked.text.marked:
-                    if asked.streams and piece:
-                        self.send_event(asked.part(piece, drafted=drafted))
+            with closing(asked.events()) as events:
+                for event in events:
                     await self.pause()
-            finally:  # a round under way is finished and kept, whoever ends the text
-                run.end(run.stop_reason or "gone")
-                list(asked.text.marked)
-        usage = asked.usage(reused)
-        note(f"{len(run.ids)} tokens, {reused} of them reused, then {len(run.tokens)} new ones")
-        if not asked.streams:
-            return self.send(200, {**asked.last(asked.text.text), "usage": usage})
-        self.send_event(asked.last(""))
-        if asked.with_usage:
-            self.send_event({**asked.head, "choices": [], "usage": usage})
-        self.send_event("[DONE]")
+                    if event:
+                        self.send(event, streams=asked.streams)
 
     async def pause(self) -> None:
         """Let others on. Raises if nobody is left to answer: who has only no more to say takes what
         is written, but the system of who has left answers it with a reset."""
         await asyncio.sleep(0)
-        if self.reader.at_eof() and not self.streaming and not self.probed:
-            self.probed = True
+        if self.reader.at_eof() and not self.streaming:
             self.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        if self.writer.is_closing() or (self.reader.at_eof() and self.broken.poll(0)):
+        raw = self.writer.get_extra_info("socket")
+        if self.writer.is_closing() or raw.getsockopt(SOL_SOCKET, SO_ERROR):
             raise ConnectionAbortedError
 
-    def send(self, status: int, body: bytes | dict | str) -> None:
-        """The head of an answer, and its body: a page, an object, or the beginning of a stream."""
+    def send(self, body: dict | bytes, status: int = 200, streams: bool = False) -> None:
+        """A page, an object, or the next event of a stream; at first the head of the answer."""
         data = json.dumps(body).encode() if isinstance(body, dict) else body
-        lines = [f"HTTP/1.1 {status} {HTTPStatus(status).phrase}", "Connection: close"]
-        lines += [f"Content-Type: {KINDS[type(body)]}", "Cache-Control: no-store"]
-        lines += [f"Content-Length: {len(data)}"] if data else []
-        self.writer.write("\r\n".join((*lines, *MORE.get(status, ()), "\r\n")).encode())
-        self.writer.write(data if data and self.method != "HEAD" else b"")
-
-    def send_event(self, data: dict | str) -> None:
         if not self.streaming:
-            self.send(200, "")
-        self.streaming = True
-        event = data if isinstance(data, str) else json.dumps(data)
-        self.writer.write(f"data: {event}\n\n".encode())
+            kind = "text/html; charset=utf-8" if data is body else "application/json"
+            kind = "Content-Type: " + ("text/event-stream" if streams else kind)
+            lines = [f"HTTP/1.1 {status} {HTTPStatus(status).phrase}", "Connection: close", kind]
+            lines += ["Cache-Control: no-store", *MORE.get(status, [])]
+            lines += [] if streams else [f"Content-Length: {len(data)}"]
+            self.writer.write("\r\n".join([*lines, "\r\n"]).encode())
+        self.streaming = streams
+        if self.method != "HEAD":
+            self.writer.write(b"data: %b\n\n" % data if streams else data)
 
     def refuse(self, error: BaseException) -> None:
         """Say what is wrong. A mistake of ours is shown here, with its traceback."""
         if not isinstance(error, Refused):
-            kind = next((kind for kind in FAULTS if isinstance(error, kind)), None)
-            if kind is None:
+            kind = next(kind for kind in FAULTS if isinstance(error, kind))
+            if kind is BaseException:
                 traceback.print_exception(error)
-            status, message = FAULTS.get(kind, (500, "the server made a mistake: see its log"))
+            status, message = FAULTS[kind]
             error = Refused(message or one_line(error), status)
-        if self.streaming:
-            self.send_event(error.answer)
-        else:
-            self.send(error.status, error.answer)
+        self.send(error.answer, error.status, self.streaming)
 
     async def part(self) -> None:
         """Drop what still comes: closing on unread bytes would reset the connection, and with it

@@ -24,8 +24,7 @@ from model import (
     Place,
     RMSNorm,
     RopeScaling,
-    causal_mask,
-    tree_mask,
+    place,
 )
 
 
@@ -122,6 +121,7 @@ class DraftHead(nn.Module):
         self.output = nn.Linear(c.dim, c.draft_vocab_size, bias=False) if c.own_output else None
         self.tok_embeddings = nn.Embedding(c.vocab_size, c.dim) if c.own_embedding else None
         self.register_buffer("d2t", torch.zeros(c.draft_vocab_size, dtype=torch.int64))
+        self.place = place  # as the target's
 
     @property
     def target_ids(self) -> Tensor:
@@ -171,7 +171,12 @@ class Pick(Protocol):
     def choose(self, logits: Tensor, positions: Tensor) -> Tensor: ...
 
     def guess(
-        self, logits: Tensor, positions: Tensor, tokens: Tensor, top_k: int
+        self,
+        logits: Tensor,
+        positions: Tensor,
+        tokens: Tensor,
+        top_k: int,
+        above: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -183,6 +188,7 @@ class Stage(NamedTuple):
     rope: Tensor  # fp32 [2, R, D], the table of its positions
     feature_layers: tuple[int, ...] = ()  # of the target: what the draft source reads
     ahead: int = 1  # of a head: its entry at position i holds token i + ahead
+    ids: Tensor | None = None  # int64 [Vd], of a head: the target's token of each column
 
 
 class Nodes(NamedTuple):
@@ -227,13 +233,14 @@ class Entries(NamedTuple):
 
 
 def root_children(
-    head: DraftHead, hidden: Tensor, at: At, pick: Pick, sizes: tuple[int, int]
+    head: Stage, hidden: Tensor, at: At, pick: Pick, sizes: tuple[int, int]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The root's children in the form in which `grow_level` takes a level, so that one compilation
     serves all levels: scores and tokens [B * K], of which the first K count, and hidden states
     [B, C]. hidden: [1, C], the head's state at the last entry. sizes: B and K."""
     beam, top_k = sizes
-    scores, tokens = pick.guess(head.logits(hidden), at.length + 1, head.target_ids, top_k)
+    logits = head.module.logits(hidden)
+    scores, tokens = pick.guess(logits, at.length + 1, head.ids, top_k)
     more = (0, (beam - 1) * top_k)
     scores = F.pad(scores[0], more, value=float("-inf"))
     return scores, F.pad(tokens[0], more), hidden.repeat(beam, 1)
@@ -255,12 +262,11 @@ def grow_level(
     own = step * beam + torch.arange(beam, device=tokens.device)
     seen = seen | (torch.arange(seen.shape[1], device=tokens.device) == own[:, None])
     position = (at.length + step).expand(beam)  # of the entry
-    place = Place(head.rope[:, position], at.length + own, tree_mask(at, seen))
+    place = head.module.place(head.rope, position, at.length + own, at, seen)
     hidden = head.module(tokens, hidden, place, head.cache.layer(0))
-    logits, ids = head.module.logits(hidden), head.module.target_ids
-    child_scores, child_tokens = pick.guess(logits, position + head.ahead + 1, ids, top_k)
-    child_scores = scores[:, None] + child_scores
-    return chosen, Level(child_scores.flatten(), child_tokens.flatten(), hidden, seen)
+    logits = head.module.logits(hidden)
+    scores, tokens = pick.guess(logits, position + head.ahead + 1, head.ids, top_k, scores)
+    return chosen, Level(scores.flatten(), tokens.flatten(), hidden, seen)
 
 
 def best(scores: Tensor, count: int) -> Tensor:
@@ -307,7 +313,7 @@ def verify(target: Stage, nodes: Nodes, at: At, pick: Pick, rows: int) -> Verdic
     tokens, parents, ancestors = nodes
     depth = ancestors.sum(1) - 1  # a node's depth is its number of proper ancestors
     own = at.length + torch.arange(tokens.shape[0], device=tokens.device)
-    place = Place(target.rope[:, at.length + depth], own, tree_mask(at, ancestors))
+    place = target.module.place(target.rope, at.length + depth, own, at, ancestors)
     # A round launched ahead of a choice that could not be made begins with no token, which is -1.
     known = tokens.clamp(min=0)
     hidden, features = target.module(known, place, target.cache, target.feature_layers)
@@ -338,7 +344,7 @@ def read_chunk(
     """One forward over a chunk of the prompt, tokens int64 [T] from position length on. Returns the
     token chosen after row `last` int64 [1], whose logits alone are computed, and the features."""
     own = at.length + torch.arange(tokens.shape[0], device=tokens.device)
-    place = Place(target.rope[:, own], own, causal_mask(at.length, tokens.shape[0], at.slots))
+    place = target.module.place(target.rope, own, own, at)
     hidden, features = target.module(tokens, place, target.cache, target.feature_layers)
     choice = pick.choose(target.module.output(hidden[last]), at.length + last + 1)
     return choice, features
@@ -352,6 +358,6 @@ def absorb(head: Stage, entries: Entries, at: At) -> Tensor:
     the next tree grows."""
     features, path, tokens, start, last, *_ = entries
     own = start + torch.arange(tokens.shape[0], device=start.device)
-    place = Place(head.rope[:, own], own, causal_mask(start, tokens.shape[0], at.slots))
+    place = head.module.place(head.rope, own, own, At(start, at.slots))
     hidden = head.module.fuse([feature[path] for feature in features])
     return head.module(tokens.clamp(min=0), hidden, place, head.cache.layer(0))[last]

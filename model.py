@@ -116,6 +116,16 @@ class Place(NamedTuple):
     mask: Tensor  # bool [T, S], the slots that they see
 
 
+def place(
+    rope: Tensor, positions: Tensor, slots: Tensor, at: At, ancestors: Tensor | None = None
+) -> Place:
+    """Tokens at `positions` and `slots`, both int64 [T], who see what is committed and their
+    ancestors, or without those all slots up to their own. rope: fp32 [2, R, D]."""
+    if ancestors is None:
+        return Place(rope[:, positions], slots, causal_mask(at.length, len(slots), at.slots))
+    return Place(rope[:, positions], slots, tree_mask(at, ancestors))
+
+
 def causal_mask(start: Tensor, count: int, slots: Tensor) -> Tensor:
     """bool [count, S]: token t sees slots 0 to start + t. start: int64 [1]; slots: int64 [S]."""
     return slots <= (start + torch.arange(count, device=start.device))[:, None]
@@ -251,6 +261,7 @@ class Transformer(nn.Module):
         self.layers = nn.ModuleList(TransformerBlock(config) for _ in range(config.n_layer))
         self.norm = RMSNorm(config.dim, config.norm_eps)
         self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
+        self.place = place  # attention may want no mask on a device (talon/loading.py)
 
     def forward(
         self, tokens: Tensor, place: Place, cache: KVCache, feature_layers: tuple[int, ...] = ()

@@ -217,7 +217,7 @@ def start_run(args: argparse.Namespace, processes: Processes, device: torch.devi
     sizes = head_config(files.config, config)
     check_run(args, files.target, processes)
     start = torch.device("cpu") if args.shard_target else device
-    model = load_target(files, start, DTYPES[args.dtype], pack_for=device)
+    model = load_target(files, start, DTYPES[args.dtype], plain=args.shard_target)
     if args.shard_target:
         # Each layer is put together while it runs (FSDP, arXiv 2304.11277).
         mesh = dist.init_device_mesh(device.type, (processes.count,))

@@ -23,19 +23,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 import triton
-from torch import Tensor, nn
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from triton.backends.compiler import GPUTarget
 
-import eagle_draft
 import talon.decoder
 from eagle_draft import DraftConfig, DraftHead
 from model import ModelConfig, Transformer
 from talon.decoder import Decoder
 from talon.kernels import gpu_layers
-from talon.kernels.gpu_layers import Sight, put_on_gpu
-from talon.kernels.gpu_picks import GpuPick
+from talon.kernels.gpu_layers import put_on_gpu
 from talon.kernels.linear import swap_linears
 from talon.sampling import SamplingConfig
 from talon.trees import Tree, parse_tree
@@ -169,21 +167,12 @@ def build(args: argparse.Namespace, tree: Tree) -> Decoder:
     for module, mode in ((target, args.mode), (head.requires_grad_(False).eval(), args.head_mode)):
         if mode != "bf16":
             quantise(module, mode)
+        # Fake numbers cannot be looked at: a target wants its inputs smoothed, a head does not.
+        smoothed = module is target
+        gpu_layers.factors_of = lambda linear, on=smoothed: 1 / linear.smoothing if on else None
         put_on_gpu(module, torch.bfloat16)
     head.tok_embeddings, head.output = target.tok_embeddings, head.output or target.output
     return Decoder(target, args.context, head if tree.levels else None, tree)
-
-
-def adopt() -> None:
-    """What the decoder will do by itself once it knows these operators."""
-
-    def factors(linear: nn.Module) -> Tensor:
-        return 1 / linear.smoothing
-
-    eagle_draft.tree_mask = lambda at, ancestors: Sight(at.length, ancestors)
-    eagle_draft.causal_mask = lambda start, count, slots: Sight(start, None)
-    gpu_layers.factors_of = factors
-    DraftHead.target_ids = property(lambda head: head.d2t)  # made once, when a head is loaded
 
 
 def report(args: argparse.Namespace, slots: int, sources: dict, calls: Counter, eager: Counter):
@@ -220,7 +209,6 @@ def main() -> None:
         parser.add_argument(f"--{name}", default=default, type=type(default))
     args = parser.parse_args()
     pretend()
-    adopt()
     sources: dict[str, str] = {}
     calls, between, mode = Counter(), Launches(), FakeTensorMode()
     compile_region = talon.decoder.compile_region
@@ -246,7 +234,6 @@ def main() -> None:
     with mode, torch.inference_mode():
         decoder = build(args, parse_tree(args.tree))
         pick = decoder.picks.by_name[SamplingConfig(*KINDS[args.kind]).pick]
-        pick = GpuPick(pick, torch.zeros(64, dtype=torch.int32, device="cuda"))
         with between:
             decoder.round(decoder.at(300), pick)
     report(args, decoder.cache.rows, sources, calls, between.counts)

@@ -145,7 +145,8 @@ def random_head(model: Transformer) -> DraftHead:
     with torch.device(weight.device):
         head = DraftHead(config).to(weight.dtype)
     head.tok_embeddings, head.output = model.tok_embeddings, model.output
-    return head.requires_grad_(False).eval()
+    choose_operators(head.requires_grad_(False).eval(), weight.device, weight.dtype)
+    return head
 
 
 class Oracle:
@@ -344,8 +345,10 @@ class Check:
         """Microseconds of one linear layer by its rows, in turn over copies that no cache holds."""
         for mode, shape in itertools.product((None, *LINEARS), self.scope.shapes):
             with torch.device("meta"):
-                linear = nn.Sequential(nn.Linear(*reversed(shape), bias=False))
-            fill_linears(linear, mode, self.device, self.dtype, {})
+                holder = nn.Sequential()
+                holder.output = nn.Linear(*reversed(shape), bias=False)
+            fill_linears(holder, mode, self.device, self.dtype, {})
+            linear = holder.output
             held, size = module_bytes(linear), "{} x {}".format(*shape)
             read_us = held / self.read_bytes_per_s * 1e6
             row = self.expect("kernels", mode=self.name_of(mode), shape=size, read_us=read_us)

@@ -2,15 +2,34 @@
 and `--check`, which holds drafted decoding against plain decoding."""
 
 import math
+from collections.abc import Iterator
 from os.path import commonprefix
 
 import torch
 from torch import Tensor
 
-from model import KVCache, Place, Transformer, causal_mask, rope_table
-from talon.decoder import Decoder, Generation
+from model import At, KVCache, Transformer, rope_table
+from talon.decoder import CHUNKS, Decoder, Generation
 from talon.sampling import SamplingConfig
 from talon.text import Engine, TextGeneration
+
+
+def forwards(
+    model: Transformer,
+    ids: list[int],
+    cache: KVCache,
+    table: Tensor,
+    feature_layers: tuple[int, ...] = (),
+) -> Iterator[tuple[Tensor, list[Tensor]]]:
+    """The model's forward over a whole text; on a GPU several, of as many rows as its operators
+    take. table: fp32 [2, R, D], of RoPE."""
+    tokens, slots = (
+        torch.tensor(ids, device=table.device),
+        torch.arange(len(ids), device=table.device),
+    )
+    for own in slots.split(CHUNKS["cuda"][-1] if tokens.is_cuda else len(ids)):
+        place = model.place(table, own, own, At(own[:1], slots))
+        yield model(tokens[own], place, cache, feature_layers)
 
 
 @torch.inference_mode()
@@ -19,10 +38,8 @@ def full_logits(model: Transformer, ids: list[int]) -> Tensor:
     c, weight = model.config, model.norm.weight
     cache = KVCache(c.n_layer, c.n_kv_head, len(ids), c.head_dim, weight.dtype).to(weight.device)
     table = rope_table(len(ids), c.head_dim, c.rope_theta, c.rope_scaling).to(weight.device)
-    slots = torch.arange(len(ids), device=weight.device)
-    place = Place(table, slots, causal_mask(slots[:1], len(ids), slots))
-    hidden, _ = model(torch.tensor(ids, device=weight.device), place, cache)
-    return model.output(hidden).float()
+    passes = forwards(model, ids, cache, table)
+    return torch.cat([model.output(hidden).float() for hidden, _ in passes])
 
 
 def slow_greedy(model: Transformer, ids: list[int], max_new_tokens: int) -> list[int]:

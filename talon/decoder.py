@@ -17,10 +17,11 @@ from eagle_draft import Entries, Pick, Stage, read_chunk, verify
 from model import At, KVCache, Transformer, rope_table
 from talon.drafters import make_source
 from talon.graphs import Graph, Launched, PhaseClock, Recorder, as_it_is, compile_region, replay
+from talon.loading import choose_picks
 from talon.sampling import NO_TOKEN, Picks, SamplingConfig
 from talon.trees import NO_TREE, Tree, bucket_widths
 
-PREFILL_CHUNK = {"cpu": 64, "cuda": 256}  # tokens of a forward over the prompt
+CHUNKS = {"cpu": (64,), "cuda": (16, 64, 256)}  # tokens of a forward over the prompt
 
 
 class Decoder:
@@ -38,22 +39,24 @@ class Decoder:
         weight, c = model.norm.weight, model.config
         self.device = weight.device
         self.on_gpu = self.device.type == "cuda"
-        self.chunk = PREFILL_CHUNK[self.device.type]
-        rows = tree.cache_rows(max_seq_length, self.chunk)
+        self.chunks = CHUNKS[self.device.type]
+        rows = tree.cache_rows(max_seq_length, self.chunks[-1])
         compiled = compile_region if compile else as_it_is
         self.drafter = make_source(tree, head, rows, self.device, compiled)
         self.cache = KVCache(c.n_layer, c.n_kv_head, rows, c.head_dim, weight.dtype).to(self.device)
         table = rope_table(rows, c.head_dim, c.rope_theta, c.rope_scaling).to(self.device)
         self.target = Stage(model, self.cache, table, self.drafter.feature_layers)
-        self.picks = Picks(self.device)
+        self.picks = choose_picks(Picks(self.device), self.device)
         self.length = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.root = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.result = torch.zeros(tree.depth + 2, dtype=torch.int64, device=self.device)
-        self.numbers = torch.arange(self.chunk + tree.depth + 1, device=self.device)
-        self.buckets = [torch.arange(n, device=self.device) for n in bucket_widths(rows)]
-        for slots in self.buckets:
+        self.numbers = torch.arange(self.chunks[-1] + tree.depth + 1, device=self.device)
+        # A GPU's attention reads the length by itself, so that one graph serves every length.
+        widths = [rows - 1] if self.on_gpu else bucket_widths(rows)
+        self.buckets = [torch.arange(n, device=self.device) for n in widths]
+        for slots in () if self.on_gpu else self.buckets:
             torch._dynamo.mark_dynamic(slots, 0)
-        self.graphs: dict[Pick, dict[int, Graph]] = {}  # by the width of the bucket
+        self.graphs: dict[Pick, Graph] = {}
         self.cached: list[int] = []  # the ids whose keys and values are valid, for the next prompt
         self.clock = PhaseClock(self.device)
         self.recorder = Recorder(self.clock, compile) if self.on_gpu else None
@@ -73,16 +76,18 @@ class Decoder:
     def prefill(self, ids: list[int], start: int, pick: Pick) -> int:
         """Run ids[start:] through target and draft source; returns the token chosen to follow.
 
-        ids[:start] must already be cached. Chunks have one size, the last is padded."""
+        ids[:start] must already be cached. What is left of a chunk of the fitting size is
+        padding."""
         self.length.fill_(start)
         self.cached = self.cached[:start]  # should this be interrupted, no more than that is right
-        padding = [0] * (-(len(ids) - start) % self.chunk + 1)
-        tokens = torch.tensor(ids[start:] + padding, device=self.device)
-        for done in range(0, len(ids) - start, self.chunk):
-            count = min(self.chunk, len(ids) - start - done)
-            at = self.at(start + done + self.chunk + 1)  # a small model's entries stand one further
-            final = start + done + count == len(ids)
-            self.prefill_chunk(tokens[done : done + self.chunk + 1], count, final, at, pick)
+        largest, done = self.chunks[-1], start
+        tokens = torch.tensor(ids[start:] + [0] * (largest + 1), device=self.device)
+        while (left := len(ids) - done) > 0:
+            size = next((chunk for chunk in self.chunks if chunk >= left), largest)
+            chunk = tokens[done - start : done - start + size + 1]
+            at = self.at(done + size + 1)  # a small model's entries stand one further
+            self.prefill_chunk(chunk, min(size, left), left <= size, at, pick)
+            done += size
         self.cached = list(ids)
         return int(self.root)
 
@@ -93,7 +98,7 @@ class Decoder:
         choice, features = self.read_chunk(self.target, tokens[:-1], last, at, pick)
         # Inside the prompt the token that follows is known; after its last one it is the choice.
         following = tokens[1:].index_copy(0, last, choice) if final else tokens[1:]
-        path = self.numbers[: self.chunk]
+        path = self.numbers[: len(tokens) - 1]
         self.drafter.read(Entries(features, path, following, self.length, last, tokens[:1]), at)
         self.root.copy_(choice)
         self.length.add_(count)
@@ -129,16 +134,9 @@ class Decoder:
             self.round(at, pick)
             return Launched(self.result)
         if pick not in self.graphs:
-            self.graphs[pick] = self.capture_rounds(pick)
-        return replay(self.graphs[pick][len(at.slots)], self.result)
-
-    def capture_rounds(self, pick: Pick) -> dict[int, Graph]:
-        """A round in every bucket, so that none is captured in the middle of a text."""
-        state, graphs = (self.length, self.root, *self.drafter.state), {}
-        for slots in reversed(self.buckets):
-            step = partial(self.round, At(self.length, slots), pick)
-            graphs[len(slots)] = self.recorder.capture(step, state)
-        return graphs
+            state = self.length, self.root, *self.drafter.state
+            self.graphs[pick] = self.recorder.capture(partial(self.round, at, pick), state)
+        return replay(self.graphs[pick], self.result)
 
     @torch.inference_mode()
     def warm_up(self, sampling: SamplingConfig) -> float:
@@ -146,7 +144,8 @@ class Decoder:
         it took; keeps nothing cached."""
         started = time.perf_counter()
         pick = self.picks.set(sampling)
-        self.prefill([0], 0, pick)
+        for chunk in self.chunks:
+            self.prefill([0] * chunk, 0, pick)
         for _ in range(2):
             self.launch(2 + 2 * (self.tree.depth + 1) + self.tree.reach, pick).tokens()
         self.forget()

@@ -6,6 +6,7 @@ Leaves out: other projects' files (convert_hf_checkpoint.py), how much memory th
 (talon/memory.py), decoding (talon/decoder.py)."""
 
 import functools
+import importlib.util
 import platform
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from model import Attention, ModelConfig, Transformer
 from talon.checkpoint import DTYPES, Checkpoint, read_checkpoint
 from talon.cli import note
 from talon.kernels import cpu_kernels
+from talon.sampling import Picks
 from talon.tokenizer import Tokenizer, find_vocabulary, load_tokenizer
 from talon.trees import NO_TREE, PRESETS, Tree, parse_tree
 
@@ -201,9 +203,9 @@ def empty_module(
 
 
 def load_target(
-    files: Files, device: torch.device, dtype: torch.dtype, pack_for: torch.device | None = None
+    files: Files, device: torch.device, dtype: torch.dtype, plain: bool = False
 ) -> Transformer:
-    """The model of a target file, its operators those of the device, or of the one it moves to."""
+    """The model of a target file, its operators those of the device, or if `plain` torch's own."""
     config, checkpoint = files.config, files.target
     model = empty_module(Transformer, config, checkpoint)
     tied = config.tied and "output.weight" not in checkpoint.specs
@@ -213,7 +215,8 @@ def load_target(
     if tied:
         model.output = nn.Linear(config.dim, config.vocab_size, bias=False, device="meta")
         model.output.weight = model.tok_embeddings.weight
-    choose_operators(model, pack_for or device, dtype)
+    if not plain:
+        choose_operators(model, device, dtype)
     return model
 
 
@@ -228,9 +231,31 @@ def has_cpu_operators() -> bool:
     return True
 
 
+@functools.cache
+def has_gpu_operators(device: torch.device, wide: bool = False) -> bool:
+    """Whether the operators of talon/kernels/gpu_*.py run on this GPU; why not is said once.
+
+    wide: for heads of more than 128."""
+    reasons = {
+        "Triton is not installed": importlib.util.find_spec("triton") is None,
+        "they take compute capability 8.0": torch.cuda.get_device_capability(device) < (8, 0),
+        "they take heads of at most 128": wide,
+    }
+    why = next((reason for reason, so in reasons.items() if so), None)
+    if why:
+        note(f"note: no GPU operators of Talon's ({why}); torch's own are used, which are slower")
+    return why is None
+
+
 def choose_operators(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
     """Let a module's linear layers and attention run by what `device` has for a few rows; dtype is
     that of the activations. In place, and the only place that rewires modules."""
+    attentions = [part for part in module.modules() if isinstance(part, Attention)]
+    wide = any(attention.head_dim > 128 for attention in attentions)
+    if device.type == "cuda" and dtype != torch.float32 and has_gpu_operators(device, wide):
+        from talon.kernels.gpu_layers import put_on_gpu  # which needs Triton
+
+        return put_on_gpu(module, dtype)
     for layer in module.modules():
         if hasattr(layer, "pack"):  # a quantised one
             layer.pack(device, dtype)
@@ -242,6 +267,15 @@ def choose_operators(module: nn.Module, device: torch.device, dtype: torch.dtype
         for name, child in list(parent.named_children()):
             if type(child) is nn.Linear and child.weight.dtype == torch.float32:
                 setattr(parent, name, cpu_kernels.RowsLinear(child))
+
+
+def choose_picks(picks: Picks, device: torch.device) -> Picks:
+    """The same for the choice of tokens."""
+    if device.type == "cuda" and has_gpu_operators(device):
+        from talon.kernels.gpu_picks import GpuPick
+
+        picks.by_name = {name: GpuPick(pick, device) for name, pick in picks.by_name.items()}
+    return picks
 
 
 def fit_head(

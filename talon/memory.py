@@ -11,9 +11,9 @@ import torch
 from eagle_draft import DraftConfig
 from model import ModelConfig
 from talon.checkpoint import Checkpoint
-from talon.decoder import PREFILL_CHUNK
+from talon.decoder import CHUNKS
 from talon.loading import Files, loaded_dtype
-from talon.trees import Tree, bucket_widths
+from talon.trees import Tree
 
 GRAPH_BYTES = 10**7  # of a captured round by itself: about 900 kernels of 10 KB each (estimated)
 
@@ -57,14 +57,15 @@ def plan_memory(
     available: int | None,
 ) -> MemoryPlan:
     """What decoding will need."""
-    c, d, chunk = files.config, files.head_config, PREFILL_CHUNK[device.type]
+    c, d, chunk = files.config, files.head_config, CHUNKS[device.type][-1]
     rows = tree.cache_rows(max_seq_length, chunk)
     slot = cached(c) + (cached(d) if d else 0)
-    prefill = forward_bytes(c, chunk, 1, rows, dtype)
-    drafted = forward_bytes(c, tree.nodes, max(tree.nodes, tree.beam), rows, dtype)
+    in_parts = device.type == "cuda" and dtype != torch.float32
+    prefill = forward_bytes(c, chunk, 1, rows, dtype, in_parts)
+    drafted = forward_bytes(c, tree.nodes, max(tree.nodes, tree.beam), rows, dtype, in_parts)
     workspace, graphs = max(prefill, drafted), 0
     if device.type == "cuda":  # captured rounds, of three kinds of sampling, have their own memory
-        workspace, graphs = prefill, drafted + 3 * len(bucket_widths(rows)) * GRAPH_BYTES
+        workspace, graphs = prefill, drafted + 3 * GRAPH_BYTES
     target, head = loaded_bytes(files.target, dtype), loaded_bytes(files.head, dtype)
     caches = 2 * rows * slot * dtype.itemsize
     return MemoryPlan(target, head, caches, workspace, graphs, available)
@@ -84,9 +85,15 @@ def loaded_bytes(checkpoint: Checkpoint | None, dtype: torch.dtype) -> int:
     )
 
 
-def forward_bytes(c: ModelConfig, tokens: int, choices: int, rows: int, dtype: torch.dtype) -> int:
-    """What a target forward over `tokens` takes at most, with so many `choices` of what follows."""
+def forward_bytes(
+    c: ModelConfig, tokens: int, choices: int, rows: int, dtype: torch.dtype, in_parts: bool
+) -> int:
+    """What a target forward over `tokens` takes at most, with so many `choices` of what follows.
+
+    in_parts: attention as talon/kernels/gpu_attention.py has it, fp32 sums of each part."""
     scores = 3 * c.n_head * tokens * rows * 4  # before, while and after they become weights, fp32
+    if in_parts:
+        scores = math.ceil(math.sqrt(rows / 96)) * tokens * c.n_head * (c.head_dim + 2) * 4
     states = tokens * (8 * c.intermediate_size + c.n_layer * c.dim) * dtype.itemsize
     logits = 64 * choices * c.vocab_size  # with noise, and a filter that sorts them
     return scores + states + logits

@@ -115,16 +115,22 @@ class Pick:
         return chosen[:, 0]
 
     def guess(
-        self, logits: Tensor, positions: Tensor, tokens: Tensor, top_k: int
+        self,
+        logits: Tensor,
+        positions: Tensor,
+        tokens: Tensor,
+        top_k: int,
+        above: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The head's `top_k` likeliest choices of the target after each of N tokens, best first.
 
         The head meets the same noise as the target will, so it ranks what the target is about to
-        choose, not what is likely on average. Returns log-probabilities fp32 [N, top_k] and token
-        ids int64 [N, top_k]. NaN ranks last."""
+        choose, not what is likely on average. Returns log-probabilities fp32 [N, top_k], added to
+        those `above`, fp32 [N], where there are any, and ids int64 [N, top_k]. NaN ranks last."""
         pool = max(min(GUESS_POOL, logits.shape[1]), top_k)
         values, columns = self.values(logits, positions, tokens, pool)
         scores, index = ranked(values, top_k)
+        scores = scores if above is None else above[:, None] + scores
         return scores, tokens[columns.gather(1, index)]
 
 

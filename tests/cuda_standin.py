@@ -41,6 +41,7 @@ WAITS = (
     "item", "_local_scalar_dense", "is_nonzero", "nonzero", "masked_select", "_unique2", "equal"
 )  # fmt: skip
 INDEXING = ("index", "index_put_", "_index_put_impl_")  # takes indices of the host, and waits
+CARD = SimpleNamespace(L2_cache_size=6 << 20, multi_processor_count=82)
 GARBAGE = 0x7F  # in every byte: 3.4e38 or NaN, and an index out of all bounds
 
 
@@ -192,10 +193,10 @@ class Tape:
     def record(self, func: Callable, args: tuple, kwargs: dict) -> object:
         given = list(tensors((args, *kwargs.values())))
         writes = func._schema.is_mutable
-        if writes:
-            for value, argument in zip(args, func._schema.arguments, strict=False):
-                if argument.alias_info is not None and argument.alias_info.is_write:
-                    self.keep(value)
+        for value, argument in zip(args, func._schema.arguments, strict=False):
+            told = argument.alias_info is not None and argument.alias_info.is_write
+            if value is not None and (told or argument.name == "kv"):  # see `talon::linear`
+                self.keep(value)
         result = func(*args, **kwargs)
         made = list(tensors(result))
         known = {tensor.untyped_storage()._cdata for tensor in given}
@@ -303,7 +304,7 @@ class Gpu:
             "get_device_capability": lambda device=None: (8, 6), "empty_cache": lambda: None,
             "mem_get_info": lambda device=None: (24 << 30, 24 << 30),
             "max_memory_allocated": lambda device=None: 0,
-            "get_device_properties": lambda device=None: SimpleNamespace(L2_cache_size=6 << 20),
+            "get_device_properties": lambda device=None: CARD,
             "Stream": self.new_stream, "Event": partial(Event, self), "stream": self.on,
             "CUDAGraph": partial(CUDAGraph, self), "graph_pool_handle": object,
             "current_stream": lambda device=None: self.stream, "synchronize": self.synchronize,

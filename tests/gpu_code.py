@@ -117,8 +117,9 @@ def linear_code(form: str, rows: int, dtype: str = "bf16", end: str = "plain", *
     types |= {"beside": "*fp32"} if rounded or int4 else {}
     types |= {} if form == "16" else {"scales": "*i32" if int4 else "*fp32"}
     types |= {"residual": f"*{dtype}"} if end == "plain" else {}
-    types |= {"rope": "*fp32", "slots": "*i64", "kv": f"*{dtype}"} if end == "qkv" else {}
-    types |= dict.fromkeys(("T", "N", "K", "part", "groups", "apart", "G", "R"), "i32")
+    if end == "qkv":
+        types |= {"rope": "*fp32", "positions": "*i64", "slots": "*i64", "kv": f"*{dtype}"}
+    types |= dict.fromkeys(("turns", "T", "N", "K", "part", "groups", "apart", "G", "R"), "i32")
     constants = {
         "FORM": "int8" if rounded else form, "END": end, "ROWS": rows,
         "COLUMNS": 64 if int4 and rows == 64 else 128, "INNER": 128 if int4 and group > 32 else 64,

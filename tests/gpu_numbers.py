@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from triton.runtime import interpreter
 
 from eagle_draft import ancestor_mask
-from model import At, KVCache, Place, RMSNorm, Transformer, rope_table, rotate, tree_mask
-from talon.kernels.gpu_layers import GpuLinear, GpuNorm, Sight, put_on_gpu
+from model import At, KVCache, RMSNorm, Transformer, rope_table, rotate, tree_mask
+from talon.kernels.gpu_layers import GpuLinear, GpuNorm, put_on_gpu
 from talon.kernels.gpu_picks import GpuPick, keys_of, limits
 from talon.kernels.linear import LINEARS, quantize_int4, quantize_int8, round_rows
 from talon.sampling import NO_TOKEN, Picks, SamplingConfig, gumbel
@@ -137,10 +137,11 @@ def test_queries_and_keys_are_rotated_and_keys_and_values_cached(size):
     rows, heads, groups, slots_there = 5, 4, 2, 30
     linear = make_linear("", 96, (heads + 2 * groups) * size)
     x, slots = torch.randn(rows, 96).half(), torch.randperm(slots_there)[:rows]
-    rope = rope_table(50, size, 10000.0, None)[:, torch.randint(0, 50, (rows,))]
+    table, positions = rope_table(50, size, 10000.0, None), torch.randint(0, 50, (rows,))
+    rope = table[:, positions]
     kv = torch.zeros(2, groups, slots_there, size).half()
     layer = GpuLinear(linear, torch.float16)
-    queries = layer.multiply((x, None), "qkv", None, rope, slots, kv)
+    queries = layer.multiply((x, None), "qkv", None, table, positions, slots, kv)
     y = (x.float() @ linear.weight.float().t() + linear.bias.float()).view(rows, -1, size)
     q, k, v = y.split((heads, groups, groups), 1)
     cached = torch.zeros(kv.shape)
@@ -290,10 +291,11 @@ def test_choices_and_guesses_are_those_of_sampling(kind, columns):
     pick, logits = picks_for(kind), (torch.randn(5, columns) * 3).half()
     logits[0, 3] = logits[0, 7] = logits[0].max() + 1  # of equal ones the lower
     positions, ids = torch.arange(5) + 100000, torch.randperm(columns) + 5
-    ours = GpuPick(pick, torch.zeros(5, dtype=torch.int32))
+    ours = GpuPick(pick, torch.device("cpu"))
     assert torch.equal(ours.choose(logits, positions), pick.choose(logits, positions))
-    scores, tokens = ours.guess(logits, positions, ids, 10)
-    wanted, wanted_tokens = pick.guess(logits, positions, ids, 10)
+    above = -torch.rand(5)
+    scores, tokens = ours.guess(logits, positions, ids, 10, above)
+    wanted, wanted_tokens = pick.guess(logits, positions, ids, 10, above)
     there = wanted.isfinite()
     assert torch.equal(tokens[there], wanted_tokens[there])
     assert torch.allclose(scores[there], wanted[there], atol=1e-5)
@@ -301,7 +303,7 @@ def test_choices_and_guesses_are_those_of_sampling(kind, columns):
 
 @pytest.mark.parametrize("kind", ["greedy", "sample", "filter"])
 def test_a_row_with_nan_has_no_choice_and_guesses_it_last(kind):
-    pick = GpuPick(picks_for(kind), torch.zeros(2, dtype=torch.int32))
+    pick = GpuPick(picks_for(kind), torch.device("cpu"))
     logits = torch.randn(2, 50).half()
     logits[1, 20] = float("nan")
     choice = pick.choose(logits, torch.arange(2))
@@ -368,12 +370,13 @@ def dequantised(model: nn.Module) -> nn.Module:
     return model.float()
 
 
-def forward(model: Transformer, mask, dtype: torch.dtype, run=lambda f, *x: f(*x)) -> tuple:
+def forward(model: Transformer, tree, dtype: torch.dtype, run=lambda f, *x: f(*x)) -> tuple:
     """Logits of five tokens behind 40 random keys, and the cache that they leave."""
     c, tokens = model.config, torch.arange(5)
     cache = KVCache(c.n_layer, c.n_kv_head, 64, c.head_dim, dtype)
     cache.data.copy_(torch.randn(cache.data.shape, generator=torch.Generator().manual_seed(3)))
-    place = Place(rope_table(64, c.head_dim, 1e4, None)[:, 40:45], tokens + 40, mask)
+    table, at = rope_table(64, c.head_dim, 1e4, None), At(torch.tensor([40]), torch.arange(64))
+    place = model.place(table, tokens + 40, tokens + 40, at, tree)
     return run(lambda *given: model.output(model(*given)[0]), tokens, place, cache), cache.data
 
 
@@ -385,11 +388,10 @@ def test_a_model_on_a_gpu_computes_what_it_does_elsewhere(mode):
         for name, buffer in b.named_buffers(recurse=False):
             a.register_buffer(name, buffer.clone())
     put_on_gpu(ours, torch.float16)
-    tree, length = tree_of(5), torch.tensor([40])
-    mask = tree_mask(At(length, torch.arange(64)), tree)
+    tree = tree_of(5)
     with torch.no_grad():
-        wanted = forward(dequantised(plain), mask, torch.float32)
-        got = forward(ours, Sight(length, tree), torch.float16)
+        wanted = forward(dequantised(plain), tree, torch.float32)
+        got = forward(ours, tree, torch.float16)
     limit = 0.03 if mode == "int8-dynamic" else 2e-3
     assert error(got[0], wanted[0]) < limit and error(got[1], wanted[1]) < limit
 
@@ -399,12 +401,11 @@ def test_a_head_on_a_gpu_computes_what_it_does_elsewhere(family):
     heads = [random_head(random_model(), family).to(d) for d in (torch.float16, torch.float32)]
     put_on_gpu(heads[0], torch.float16)
     features, tokens = [torch.randn(3, 64) for _ in range(3)], torch.tensor([1, 2, 3])
-    length, slots = torch.tensor([6]), torch.arange(16)
+    at, own = At(torch.tensor([6]), torch.arange(16)), torch.arange(6, 9)
     tree = torch.ones(3, 3, dtype=torch.bool).tril()
-    masks = Sight(length, tree), tree_mask(At(length, slots), tree)
     cached, results = torch.randn(2, 2, 16, 16), []
-    for head, mask, dtype in zip(heads, masks, (torch.float16, torch.float32), strict=True):
-        place = Place(rope_table(16, 16, 1e4, None)[:, 6:9], slots[6:9], mask)
+    for head, dtype in zip(heads, (torch.float16, torch.float32), strict=True):
+        place = head.place(rope_table(16, 16, 1e4, None), own, own, at, tree)
         with torch.no_grad():
             hidden = head.fuse([x.to(dtype) for x in features])
             hidden = head(tokens, hidden, place, cached.to(dtype, copy=True))
@@ -427,9 +428,9 @@ def test_a_compiled_block_is_one_graph_of_seven_operators_and_writes_the_cache()
 
     model = random_model(n_layer=3).half()
     put_on_gpu(model, torch.float16)
-    sight = Sight(torch.tensor([40]), tree_of(5))
+    tree = tree_of(5)
     with torch.inference_mode():
-        wanted = forward(model, sight, torch.float16)
+        wanted = forward(model, tree, torch.float16)
         torch._dynamo.reset()
         compiled, code = [], []
 
@@ -439,7 +440,7 @@ def test_a_compiled_block_is_one_graph_of_seven_operators_and_writes_the_cache()
             code.extend(found)
             return logits
 
-        got = forward(model, sight, torch.float16, run)
+        got = forward(model, tree, torch.float16, run)
     assert all(map(torch.equal, got, wanted))
     functions = re.split(r"\n(?=\s*(?:def|class) )", code[0])
     block = next(text for text in functions if "def repeated_subgraph0" in text)

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from unittest.mock import Mock, patch
 
+import gpu_plain
 import pytest
 import tiny_training
 import torch
@@ -24,6 +25,7 @@ from eagle_draft import DraftHead
 from model import Transformer
 from talon.checkpoint import Checkpoint, TensorSpec, read_checkpoint
 from talon.decoder import Decoder
+from talon.kernels import gpu_layers
 from talon.kernels.linear import LINEARS, quantize_int4, quantize_int8
 from talon.loading import Files, load_target
 from talon.text import load
@@ -33,6 +35,7 @@ from talon.training.head import borrow, build_head, head_config
 from talon.training.losses import Teacher, Unrolled
 from talon.trees import Tree, parse_tree
 
+gpu_plain.register()
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 LOOKUPS = ("lookup:3", "chain:5+lookup:3", "dynamic:nodes=8,levels=3,top_k=4+lookup:5")
 MODES = (None, *LINEARS)
@@ -83,10 +86,10 @@ def load_model(mode: str | None) -> Transformer:
 def run_rounds(model: Transformer, head: DraftHead | None, tree: Tree) -> None:
     """A chunk of a prompt and a round, in every kind of sampling."""
     decoder = Decoder(model, 100, head, tree, compile=False)
-    tokens = torch.zeros(decoder.chunk + 1, dtype=torch.int64, device=CUDA)
+    tokens = torch.zeros(decoder.chunks[0] + 1, dtype=torch.int64, device=CUDA)
     with torch.inference_mode():
         for pick in decoder.picks.by_name.values():
-            decoder.prefill_chunk(tokens, 5, True, decoder.at(decoder.chunk), pick)
+            decoder.prefill_chunk(tokens, 5, True, decoder.at(decoder.chunks[0]), pick)
             decoder.round(decoder.at(120), pick)
 
 
@@ -138,8 +141,10 @@ def move(module: nn.Module, device: torch.device) -> nn.Module:
 def fake_gpu() -> Iterator[None]:
     """Fake tensors on a GPU, without a driver; what of torch.cuda a decoder asks says nothing."""
     torch._C._ensureCUDADeviceGuardSet()
+    ours = {"get_device_capability": lambda device=None: (8, 6)}
     with (
-        patch.multiple(torch.cuda, Stream=Mock(), Event=Mock(), graph_pool_handle=Mock()),
+        patch.multiple(torch.cuda, Stream=Mock(), Event=Mock(), graph_pool_handle=Mock(), **ours),
+        patch.object(gpu_layers, "factors_of", lambda linear: 1 / linear.smoothing),
         patch.object(FakeTensorMode, "avoid_device_init", True),
         patch.object(nn.Module, "to", move),
         FakeTensorMode(allow_non_fake_inputs=True),

@@ -83,7 +83,7 @@ def test_llama3_8b_in_bf16_with_its_head_and_8192_positions_fits_24_gb():
     assert needed.total < 21e9
 
 
-def test_the_captured_rounds_are_counted_on_a_gpu_once_for_all_buckets():
+def test_the_captured_rounds_are_counted_on_a_gpu_once():
     """One pool: as much as the largest round, and each graph's own description."""
     short, long = (plan(LLAMA3_8B, HEAD_8B, (None, None), context) for context in (2048, 8192))
     assert 0.5e9 < short.graphs < long.graphs < 1.2e9

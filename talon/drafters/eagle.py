@@ -39,7 +39,7 @@ def head_stage(head: DraftHead, rows: int) -> Stage:
     c, device, dtype = head.config, head.d2t.device, head.layer.ffn_norm.weight.dtype
     cache = KVCache(1, c.n_kv_head, rows, c.head_dim, dtype).to(device)
     table = rope_table(rows, c.head_dim, c.rope_theta, c.rope_scaling).to(device)
-    return Stage(head, cache, table, c.feature_layers or ())
+    return Stage(head, cache, table, c.feature_layers or (), ids=head.target_ids)
 
 
 class EagleDrafter:
@@ -81,7 +81,7 @@ class EagleDrafter:
         """Run the head level by level. EAGLE-2, section 4.1, for a dynamic tree."""
         tree, head, behind = self.tree, self.stage, self.levels_at(at)
         sizes = tree.beam, tree.top_k
-        first = self.root_children(head.module, self.hidden, at, pick, sizes)
+        first = self.root_children(head, self.hidden, at, pick, sizes)
         above = Level(*first, self.unseen)
         scores, tokens, beams = [above.scores[: tree.top_k]], [above.tokens[: tree.top_k]], []
         for level in range(1, tree.levels):

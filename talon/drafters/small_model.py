@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from eagle_draft import Entries, Stage
-from model import At, KVCache, ModelConfig, Place, Transformer, causal_mask, rope_table
+from model import At, KVCache, ModelConfig, Place, Transformer, rope_table
 from talon.drafters.eagle import EagleDrafter
 from talon.drafters.source import Compile
 from talon.trees import Tree
@@ -34,10 +34,9 @@ class SmallModel(nn.Module):
         super().__init__()
         c, weight = model.config, model.norm.weight
         self.model, self.layer, self.output = model, model.layers, model.output
+        self.place = model.place
         cache = KVCache(c.n_layer, c.n_kv_head, rows, c.head_dim, weight.dtype)
         self.cache = cache.to(weight.device)
-        ids = torch.arange(c.vocab_size, device=weight.device)
-        self.register_buffer("target_ids", ids, persistent=False)
 
     def forward(self, tokens: Tensor, hidden: Tensor | None, place: Place, kv: Tensor) -> Tensor:
         """tokens: int64 [T]. Returns the states after the final norm [T, C]."""
@@ -51,7 +50,7 @@ def append(small: Stage, tokens: Tensor, start: Tensor, last: Tensor, at: At) ->
     """Run true tokens int64 [T] from position `start` on, padded behind row `last`; the state
     [1, C] there, from which the next tree grows."""
     own = start + torch.arange(tokens.shape[0], device=start.device)
-    place = Place(small.rope[:, own], own, causal_mask(start, tokens.shape[0], at.slots))
+    place = small.module.place(small.rope, own, own, At(start, at.slots))
     hidden = small.module(tokens.clamp(min=0), None, place, small.cache.layer(0))
     return hidden.index_select(0, last)
 
@@ -62,8 +61,9 @@ class ModelDrafter(EagleDrafter):
     def __init__(self, model: Transformer, tree: Tree, rows: int, compiled: Compile) -> None:
         c, small = model.config, SmallModel(model, rows)
         table = rope_table(rows, c.head_dim, c.rope_theta, c.rope_scaling)
-        table = table.to(small.target_ids.device)
-        super().__init__(Stage(small, small.cache, table, ahead=0), c.dim, tree, compiled)
+        table = table.to(small.cache.data.device)
+        stage = Stage(small, small.cache, table, (), 0, torch.arange(c.vocab_size).to(table.device))
+        super().__init__(stage, c.dim, tree, compiled)
         self.append = compiled(append)
         self.append_chunk = self.append if table.device.type == "cuda" else append
 

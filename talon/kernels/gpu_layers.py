@@ -2,11 +2,10 @@
 
     put_on_gpu(model, dtype)       once, when all weights are loaded: in place, a target or a head
 
-Eight launches a layer, nine where w2 wants its rows rounded or summed up. A forward takes the Place
-that model.py takes, but for the mask: a Sight stands there, since these operators read the length
-on the device. What a file holds is said in linear.py, and the layouts here in gpu_linear.py. Leaves
-out fp32 models, training, and the way back: what needs single rows of a layer (a smaller
-vocabulary) takes them before.
+Eight launches a layer, nine where w2 wants its rows rounded or summed up. A forward takes a
+GpuPlace instead of model.py's Place: no mask, since these operators read the length on the device.
+What a file holds is said in linear.py, and the layouts here in gpu_linear.py. Leaves out fp32
+models, and training.
 """
 
 from typing import NamedTuple
@@ -16,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from eagle_draft import DraftHead, DraftLayer
-from model import Attention, FeedForward, Place, RMSNorm, Transformer, TransformerBlock
+from model import At, Attention, FeedForward, RMSNorm, Transformer, TransformerBlock
 from talon.kernels import gpu_attention  # noqa: F401
 from talon.kernels.gpu_linear import MOST_BLOCKS
 from talon.kernels.gpu_rows import padded
@@ -29,12 +28,22 @@ FORMS = {"int8-dynamic": "int8", "int4": "sums"}  # of rows; those of other mode
 Rows = tuple[Tensor, Tensor | None]  # in the form that a layer takes, and what goes with them
 
 
-class Sight(NamedTuple):
-    """What of a cache the T tokens of a forward see: the committed slots, and behind them those of
-    their ancestors, or where there are none of all tokens before them."""
+class GpuPlace(NamedTuple):
+    """Where the T tokens of a forward stand, and what they see: the committed slots, and behind
+    them those of their ancestors, or where there are none of all tokens before them."""
 
+    rope: Tensor  # fp32 [2, R, D], of all positions
+    positions: Tensor  # int64 [T]
+    slots: Tensor  # int64 [T]
     length: Tensor  # int64 [1]
     ancestors: Tensor | None  # bool [T, N]
+
+
+def place(
+    rope: Tensor, positions: Tensor, slots: Tensor, at: At, ancestors: Tensor | None = None
+) -> GpuPlace:
+    """As `model.place`."""
+    return GpuPlace(rope, positions, slots, at.length, ancestors)
 
 
 def tiled(weight: Tensor, width: int) -> Tensor:
@@ -75,7 +84,7 @@ class GpuLinear(nn.Module):
 
     def __init__(self, linear: nn.Linear | QuantizedLinear, dtype: torch.dtype) -> None:
         super().__init__()
-        self.outputs, self.dtype = linear.out_features, dtype
+        self.inputs, self.outputs, self.dtype = linear.in_features, linear.out_features, dtype
         mode = getattr(linear, "mode", "")
         self.form, self.group = FORMS.get(mode, "plain"), 0
         weight, scales, factors = linear.weight.detach(), None, None
@@ -103,6 +112,18 @@ class GpuLinear(nn.Module):
     def forward(self, x: Tensor | Rows) -> Tensor:
         return self.multiply(x if isinstance(x, tuple) else self.ready(x))
 
+    def rows_of(self, ids: Tensor) -> nn.Linear:
+        """A plain layer with the outputs `ids` (int64) only, without a bias."""
+        if self.scales is None:
+            weight = self.weight[ids]
+        else:
+            units = torch.eye(self.inputs, dtype=self.dtype, device=ids.device)
+            bias = 0 if self.bias is None else self.bias[ids]
+            weight = torch.cat([self(x)[:, ids] - bias for x in units.split(64 * MOST_BLOCKS)]).t()
+        plain = nn.Linear(self.inputs, len(ids), bias=False, device="meta")
+        plain.weight = nn.Parameter(weight.contiguous(), requires_grad=False)
+        return plain
+
 
 class GpuNorm(nn.Module):
     """`model.RMSNorm`: rows as they are, or where `layer` alone reads them, in its form."""
@@ -125,14 +146,17 @@ class GpuAttention(nn.Module):
 
     def __init__(self, attention: Attention, dtype: torch.dtype) -> None:
         super().__init__()
+        self.n_head, self.n_kv_head = attention.n_head, attention.n_kv_head
+        self.head_dim = attention.head_dim
         self.wqkv, self.wo = GpuLinear(attention.wqkv, dtype), GpuLinear(attention.wo, dtype)
         arrived = torch.zeros(64 * MOST_BLOCKS, dtype=torch.int32, device=self.wo.weight.device)
         self.register_buffer("arrived", arrived, persistent=False)
 
-    def forward(self, x: Tensor | Rows, place: Place, kv: Tensor, residual: Tensor) -> Tensor:
+    def forward(self, x: Tensor | Rows, place: GpuPlace, kv: Tensor, residual: Tensor) -> Tensor:
         rows, wo = x if isinstance(x, tuple) else self.wqkv.ready(x), self.wo
-        q = self.wqkv.multiply(rows, "qkv", None, place.rope, place.slots, kv)
-        rows = ops.attend_tree(q, kv, *place.mask, wo.factors, self.arrived, wo.form, wo.group)
+        rope, positions, slots, *seen = place
+        q = self.wqkv.multiply(rows, "qkv", None, rope, positions, slots, kv)
+        rows = ops.attend_tree(q, kv, *seen, wo.factors, self.arrived, wo.form, wo.group)
         return wo.multiply(rows, "plain", residual)
 
 
@@ -175,3 +199,4 @@ def put_on_gpu(module: Transformer | DraftHead, dtype: torch.dtype) -> None:
     if module.norm is not None:  # what a head reads, or its next level, are rows as they are
         alone = isinstance(module, DraftHead) and not module.config.norm_output
         module.norm = GpuNorm(module.norm, module.output if alone else None)
+    module.place = place

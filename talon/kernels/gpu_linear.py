@@ -32,7 +32,7 @@ from talon.kernels.gpu_rows import last_to_arrive
 
 PLAIN = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")  # where machine code cannot run
 COLUMNS = 128  # outputs of one program
-MOST_BLOCKS = 4  # blocks of 64 rows in the longest chunk of a prompt
+MOST_BLOCKS = 5  # of 64 rows: the longest chunk of a prompt, and the token before it
 
 
 def nibbles(shift: int, kind: str, magic: str, one: str, offset: str) -> tl.constexpr:
@@ -91,12 +91,13 @@ def add_groups(acc, both, x1, x2, pair_at, sums_at, live, wide, TWO: tl.constexp
 
 
 @triton.jit
-def write_qkv(low, high, row, pair, out, rope, slots, kv, T, HEADS, G, R, HALF):
+def write_qkv(low, high, row, pair, out, rope, turns, positions, slots, kv, T, HEADS, G, R, HALF):
     """Rotate pairs (of head pair // HALF) of queries and keys. Queries go out, the rest to kv."""
     head, i = pair // HALF, pair % HALF
-    at, turned = rope + row * 2 * HALF + i, (row < T) & (head < HEADS + G)
+    position = tl.load(positions + row, mask=row < T, other=0)
+    at, turned = rope + position * 2 * HALF + i, (row < T) & (head < HEADS + G)
     cos = tl.load(at, mask=turned, other=1)
-    sin = tl.load(at + T * 2 * HALF, mask=turned, other=0)
+    sin = tl.load(at + turns * 2 * HALF, mask=turned, other=0)
     a = tl.fma(low, cos, -(high * sin)).to(out.dtype.element_ty)
     b = tl.fma(high, cos, low * sin).to(out.dtype.element_ty)
     slot = tl.load(slots + row, mask=row < T, other=0)
@@ -127,8 +128,8 @@ def all_parts(acc, parts, arrived, COLUMNS: tl.constexpr, ROWS: tl.constexpr):
 
 @triton.jit
 def finish(
-    y, row, n, kept, beside, scales, bias, residual, out, rope, slots, kv, T, N, apart, G, R,
-    FORM: tl.constexpr, END: tl.constexpr, ROUNDED: tl.constexpr,
+    y, row, n, kept, beside, scales, bias, residual, out, rope, turns, positions, slots, kv, T, N,
+    apart, G, R, FORM: tl.constexpr, END: tl.constexpr, ROUNDED: tl.constexpr,
 ):  # fmt: skip
     """Scale, bias and END. Where a product is added to it says so, or compilers join some only."""
     y, live = y.to(tl.float32), row < T
@@ -153,13 +154,14 @@ def finish(
             tl.store(out + row.to(tl.int64) * (N // 2) + pair, y, mask=live & (pair < N // 2))
         else:
             heads = N // (2 * apart) - 2 * G
-            write_qkv(low, high, row, pair, out, rope, slots, kv, T, heads, G, R, apart)
+            rest = rope, turns, positions, slots, kv, T, heads, G, R, apart
+            write_qkv(low, high, row, pair, out, *rest)
 
 
 @triton.jit(do_not_specialize=["T"])
 def linear_kernel(
-    x, beside, weight, scales, bias, residual, out, parts, arrived, rope, slots, kv,
-    T, N, K, part, groups, apart, G, R,
+    x, beside, weight, scales, bias, residual, out, parts, arrived, rope, turns, positions, slots,
+    kv, T, N, K, part, groups, apart, G, R,
     FORM: tl.constexpr, END: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     INNER: tl.constexpr, TWO: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -207,8 +209,8 @@ def linear_kernel(
     acc, last = all_parts(acc, parts, arrived, COLUMNS, ROWS)
     if last:
         finish(
-            acc, row, n, kept, beside, scales, bias, residual, out, rope, slots, kv, T, N, apart,
-            G, R, FORM, END, dtype == tl.int8,
+            acc, row, n, kept, beside, scales, bias, residual, out, rope, turns, positions, slots,
+            kv, T, N, apart, G, R, FORM, END, dtype == tl.int8,
         )  # fmt: skip
 
 
@@ -225,14 +227,15 @@ def split_of(outputs: int, inputs: int, device: torch.device) -> int:
 def linear(
     x: Tensor, beside: Tensor | None, weight: Tensor, scales: Tensor | None, bias: Tensor | None,
     arrived: Tensor, outputs: int, end: str, dtype: torch.dtype, residual: Tensor | None = None,
-    rope: Tensor | None = None, slots: Tensor | None = None, kv: Tensor | None = None,
+    rope: Tensor | None = None, positions: Tensor | None = None, slots: Tensor | None = None,
+    kv: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Rows x [T, K] times a layer's weights, in `dtype`: [T, outputs], half of it if `end` is silu.
 
-    arrived: int32, zero; residual: [T, outputs]. For qkv: rope fp32 [2, T, D], slots int64 [T], kv
-    [2, G, R, D]; returns queries [T, H, D]. That kv is written is not told to torch.compile, whose
-    regions until 2.13 bear no operator that both writes and returns; order is safe all the same,
-    since whoever reads kv takes the queries too."""
+    arrived: int32, zero; residual: [T, outputs]. For qkv: rope fp32 [2, P, D], positions and slots
+    int64 [T], kv [2, G, R, D]; returns queries [T, H, D]. That kv is written is not told to
+    torch.compile, whose regions until 2.13 bear no operator that both writes and returns; order is
+    safe all the same, since whoever reads kv takes the queries too."""
     (rows, inputs), short = x.shape, x.dtype == torch.int8
     form = {torch.int8: "int8", torch.uint8: "int4"}.get(weight.dtype, "16")
     block = next((size for size in (8, 16, 32) if size >= rows and size >= 16 * short), 64)
@@ -244,12 +247,13 @@ def linear(
     split, groups = -(-steps // part), len(scales) if form == "int4" else 0
     room = tiles * blocks * split * columns * block if split > 1 else 0
     parts = x.new_empty(room, dtype=torch.int32 if short else torch.float32)
-    x, residual, rope = (t if t is None else t.contiguous() for t in (x, residual, rope))
+    x, residual = (t if t is None else t.contiguous() for t in (x, residual))
     out = new_out(x, beside, weight, scales, bias, arrived, outputs, end, dtype, kv=kv)
-    _, group, slot, width = (2, 0, 0, outputs) if kv is None else kv.shape
+    _, group, there, width = (2, 0, 0, outputs) if kv is None else kv.shape
+    turns = 0 if rope is None else rope.shape[1]
     linear_kernel[(blocks, split, tiles)](
-        x, beside, weight, scales, bias, residual, out, parts, arrived, rope, slots, kv,
-        rows, outputs, inputs, part, groups, width // 2, group, slot,
+        x, beside, weight, scales, bias, residual, out, parts, arrived, rope, turns, positions,
+        slots, kv, rows, outputs, inputs, part, groups, width // 2, group, there,
         FORM=form, END=end, ROWS=block, COLUMNS=columns, INNER=inner, EVEN=inputs % inner == 0,
         TWO=form == "int4" and groups == 2 * weight.shape[1], num_warps=4,
         STAGES=3 if form == "16" or block > 16 else 4,
@@ -260,7 +264,7 @@ def linear(
 @linear.register_fake
 def new_out(
     x, beside, weight, scales, bias, arrived, outputs, end, dtype, residual=None, rope=None,
-    slots=None, kv=None,
+    positions=None, slots=None, kv=None,
 ):  # fmt: skip
     shape = [outputs // 2 if end == "silu" else outputs]
     if end == "qkv":

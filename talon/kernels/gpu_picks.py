@@ -1,6 +1,6 @@
 """Picks on a GPU: the choices and guesses of talon/sampling.py, without sorting a vocabulary.
 
-    pick = GpuPick(pick, arrived)       of a Greedy, Sampled or Filtered, over the same tensors
+    pick = GpuPick(pick, device)        of a Greedy, Sampled or Filtered, over the same tensors
 
 Choosing is one launch (gpu_choice.py). Before it `limits` finds what top_k and top_p keep, in plain
 torch for a compiled region: the key of the last token that is kept, two bits at a time from sums
@@ -15,6 +15,7 @@ from talon.kernels import gpu_choice  # noqa: F401
 from talon.sampling import Pick, ranked
 
 POOL = 64  # a head's guesses are filtered among so many
+MOST_ROWS = 1024
 
 BITS = {torch.bfloat16: 16, torch.float16: 20, torch.float32: 32}  # of a key that can differ
 
@@ -72,36 +73,38 @@ def limits(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) ->
 
 
 class GpuPick:
-    """A Pick that chooses and guesses by the operator. arrived: int32, zero, for every row."""
+    """A Pick that chooses and guesses by the operator, for at most MOST_ROWS rows."""
 
-    def __init__(self, pick: Pick, arrived: Tensor) -> None:
-        self.name, self.pick, self.arrived = pick.name, pick, arrived
+    def __init__(self, pick: Pick, device: torch.device) -> None:
+        self.name, self.pick, self.values = pick.name, pick, pick.values
+        self.arrived = torch.zeros(MOST_ROWS, dtype=torch.int32, device=device)
 
-    def best(
-        self, logits: Tensor, noise: tuple | None, kept: Tensor | None, ids: Tensor | None, top: int
-    ) -> tuple[Tensor, Tensor]:
-        """`talon::best`; noise: positions, temperature and seed."""
-        noise = noise or (None, None, None)
-        return torch.ops.talon.best(logits, self.arrived, *noise, kept, ids, None, top)
+    def best(self, logits: Tensor, positions: Tensor | None, *more: object) -> tuple:
+        """`talon::best`. positions: None for no noise; more: what is kept, ids, above, top."""
+        noise = None, None, None
+        if self.name != "greedy" and positions is not None:
+            noise = positions, self.pick.temperature, self.pick.seed
+        return torch.ops.talon.best(logits, self.arrived, *noise, *more)
 
     def choose(self, logits: Tensor, positions: Tensor) -> Tensor:
         """As `sampling.Pick.choose`."""
-        pick, noise, kept = self.pick, None, None
-        if self.name != "greedy":
-            noise = positions, pick.temperature, pick.seed
+        pick, kept = self.pick, None
         if self.name == "filter":
             kept = limits(logits, pick.temperature, pick.top_k, pick.top_p)
-        return self.best(logits, noise, kept, None, 1)[0][:, 0]
+        return self.best(logits, positions, kept, None, None, 1)[0][:, 0]
 
     def guess(
-        self, logits: Tensor, positions: Tensor, tokens: Tensor, top_k: int
+        self,
+        logits: Tensor,
+        positions: Tensor,
+        tokens: Tensor,
+        top_k: int,
+        above: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """As `sampling.Pick.guess`; a filter looks at the best POOL columns, or at top_k."""
-        pick = self.pick
-        if self.name == "filter":
-            pool = max(min(POOL, logits.shape[1]), top_k)
-            tokens, scores = self.best(logits, None, None, tokens, pool)
-            scores, index = ranked(pick.among(scores / pick.temperature, positions, tokens), top_k)
-            return scores, tokens.gather(1, index)
-        noise = None if self.name == "greedy" else (positions, pick.temperature, pick.seed)
-        return self.best(logits, noise, None, tokens, top_k)[::-1]
+        if self.name != "filter":
+            return self.best(logits, positions, None, tokens, above, top_k)[::-1]
+        pick, pool = self.pick, max(min(POOL, logits.shape[1]), top_k)
+        tokens, scores = self.best(logits, None, None, tokens, None, pool)
+        scores, index = ranked(pick.among(scores / pick.temperature, positions, tokens), top_k)
+        return scores if above is None else above[:, None] + scores, tokens.gather(1, index)

@@ -12,8 +12,9 @@ with weight [out, in] is stored as (Ip = in, padded with zeros to whole groups o
 
 int8: weight = step * scale / smoothing, and it is the inputs that are divided by the smoothing.
 int4: weight = (step - 8) * scale + zero; byte j of a group holds step j in its low half and step
-j + g/2 in its high half. Biases stay as they are. quantize.py writes such files; triton_kernels.py
-(GPU) and cpu_kernels.py (CPU) multiply with them. Leaves out training: nothing has a gradient."""
+j + g/2 in its high half. Biases stay as they are. quantize.py writes such files; cpu_kernels.py
+multiplies with them on a CPU, and gpu_layers.py puts them on a GPU. Leaves out training: nothing
+has a gradient."""
 
 import math
 from collections.abc import Callable
@@ -151,7 +152,7 @@ class QuantizedLinear(nn.Module):
         self.in_features, self.out_features = in_features, out_features
         self.bias, self.groupsize = bias, groupsize
         self.dtype: torch.dtype | None = None  # of the activations, known once packed
-        self.route = ""  # how the device multiplies: "triton", or as cpu_kernels says
+        self.route = ""  # how the device multiplies, as cpu_kernels says
         for name, spec in self.specs(in_features, out_features, groupsize).items():
             self.register_buffer(name, torch.empty(spec.shape, dtype=spec.dtype, device="meta"))
 
@@ -183,13 +184,10 @@ def route_on(device: torch.device) -> str:
     """How quantised layers multiply on a device; ValueError where its operators cannot be had."""
     if device.type != "cuda":
         return cpu_kernels.integer_route()
-    try:
-        from talon.kernels import triton_kernels  # noqa: F401
-    except ImportError as error:
-        raise ValueError(
-            f"quantised layers on a GPU need Triton ({error}): pip install triton"
-        ) from None
-    return "triton"
+    raise ValueError(
+        "quantised layers on a GPU need Triton, compute capability 8.0, heads of at most 128 and "
+        "16 bits: give --dtype bf16 or fp16, or use the checkpoint that is not quantised"
+    )
 
 
 class Int8Linear(QuantizedLinear):
@@ -221,15 +219,10 @@ class Int8Linear(QuantizedLinear):
 
     def multiply(self, x: Tensor) -> Tensor:
         smooth = (x.float() * self.smoothing).contiguous()
-        if self.route == "triton":
-            return self.multiply_on_gpu(smooth, x.dtype)
         if self.route == "floats":
             return self.multiply_floats(smooth)
         amx = self.route == "amx" and x.shape[0] * self.planes >= AMX_ROWS
         return torch.ops.talon.integer_rows(smooth, self.weight, self.scales, self.planes, amx)
-
-    def multiply_on_gpu(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        return torch.ops.talon.w8a16(x.to(dtype), self.weight, self.scales)
 
     def multiply_floats(self, x: Tensor) -> Tensor:
         return torch.ops.talon.int8_rows(x, self.weight, self.scales)
@@ -240,10 +233,6 @@ class Int8DynamicLinear(Int8Linear):
 
     mode = "int8-dynamic"
     planes = 1
-
-    def multiply_on_gpu(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        steps, scales = round_rows(x)
-        return torch.ops.talon.w8a8(steps.to(torch.int8), self.weight, self.scales) * scales
 
     def multiply_floats(self, x: Tensor) -> Tensor:
         steps, scales = round_rows(x)
@@ -267,17 +256,13 @@ class Int4Linear(QuantizedLinear):
 
     def packed(self) -> dict[str, Tensor]:
         tensors = self.weight, self.scales, self.zeros
-        if self.route == "triton":
-            tensors = self.weight, self.scales.t().contiguous(), self.zeros.t().contiguous()
-        elif self.route in INTEGERS:
+        if self.route in INTEGERS:
             tensors = cpu_kernels.interleave_groups(*tensors, self.groupsize)
         return dict(zip(("weight", "scales", "zeros"), tensors, strict=True))
 
     def stored(self) -> dict[str, Tensor]:
         tensors = self.weight, self.scales, self.zeros
-        if self.route == "triton":
-            tensors = self.weight, self.scales.t(), self.zeros.t()
-        elif self.route in INTEGERS:
+        if self.route in INTEGERS:
             tensors = cpu_kernels.deinterleave_groups(*tensors, self.out_features)
         return dict(zip(("weight", "scales", "zeros"), tensors, strict=True))
 
@@ -285,8 +270,6 @@ class Int4Linear(QuantizedLinear):
         padding = -self.in_features % self.groupsize
         padded = F.pad(x, (0, padding)) if padding else x
         tensors = self.weight, self.scales, self.zeros
-        if self.route == "triton":
-            return torch.ops.talon.w4a16(padded, *tensors, self.groupsize)
         padded = padded.float().contiguous()
         if self.route == "floats":
             return torch.ops.talon.int4_rows(padded, *tensors, self.groupsize)

@@ -103,7 +103,7 @@ class Completion:
         """Run it: what is to be sent, and None wherever others may go on. A long prompt is read in
         parts. To close this early ends the text with its round, which is kept."""
         run, decoder = self.text.generation, self.text.engine.decoder
-        reused, most = decoder.reusable(run.ids), 4 * decoder.chunk
+        reused, most = decoder.reusable(run.ids), 4 * decoder.chunks[-1]
         yield None
         while (start := decoder.reusable(run.ids)) + most < len(run.ids):
             decoder.prefill(run.ids[: start + most], start, decoder.picks.set(run.sampling))

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from model import KVCache, ModelConfig, Transformer, TransformerBlock, rope_table, rotate
 from talon.cli import note
+from talon.decoder import CHUNKS
 from talon.memory import available_memory, gigabytes
 from talon.sampling import Filtered
 
@@ -90,6 +91,8 @@ class BatchedDecoder:
         """wanted: texts at a time, if there is room for them; length: tokens of the longest."""
         self.model, c, weight = model, model.config, model.norm.weight
         self.device = weight.device
+        if self.device.type == "cuda":
+            wanted = min(wanted, CHUNKS["cuda"][-1])  # rows that the operators of a GPU take
         self.batch = fit_batch(c, length, wanted, weight.dtype, available_memory(self.device))
         cache = KVCache(c.n_layer, self.batch * c.n_kv_head, length, c.head_dim, weight.dtype)
         self.cache = cache.to(self.device)

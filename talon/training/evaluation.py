@@ -15,10 +15,11 @@ from tqdm import tqdm
 
 from eagle_draft import DraftHead, Entries
 from model import At, Transformer
-from talon.decoder import RoundStats
+from talon.decoder import CHUNKS, RoundStats
 from talon.drafters import make_source
 from talon.graphs import as_it_is
-from talon.sampling import Greedy
+from talon.loading import choose_picks
+from talon.sampling import GREEDY, Picks
 from talon.training.batched import BatchedDecoder, Slot
 from talon.training.conversations import Conversation
 from talon.training.losses import Teacher, read_by_head
@@ -97,10 +98,12 @@ def replay(
         entries = Entries(features, rows, known[rows + 1], rows[:1], last)
         drafter.learn(entries, At(rows[:1], slots))
 
-    learn(0, length)
+    pick, most = choose_picks(Picks(device), device).set(GREEDY), CHUNKS["cuda"][-1]
+    for start in range(0, length, most):  # as many as the operators of a GPU take
+        learn(start, min(most, length - start))
     while length < len(ids) - 1:
         at = At(torch.tensor([length], device=device), slots)
-        tokens, _, ancestors = drafter.propose(known[length : length + 1], at, Greedy())
+        tokens, _, ancestors = drafter.propose(known[length : length + 1], at, pick)
         right = tokens == known[length + ancestors.sum(1) - 1]
         count = int((~(ancestors & ~right).any(1)).sum())
         emitted = min(count, len(ids) - 1 - length)

@@ -18,7 +18,8 @@ from torch.nn.utils import parametrize
 from torch.nn.utils.rnn import pad_sequence
 
 from eagle_draft import DraftConfig, DraftHead
-from model import Attention, KVCache, Place, Transformer, causal_mask, rope_table, rotate
+from model import Attention, KVCache, Place, Transformer, rope_table, rotate
+from talon.checking import forwards
 from talon.training.conversations import Conversation
 
 
@@ -201,21 +202,18 @@ class Teacher:
         kv = KVCache(c.n_layer, c.n_kv_head, length, c.head_dim, weight.dtype)
         self.kv = kv.to(weight.device)
         self.table = rope_table(length, c.head_dim, c.rope_theta, c.rope_scaling).to(weight.device)
-        self.slots = torch.arange(length, device=weight.device)
-        self.start = torch.zeros(1, dtype=torch.int64, device=weight.device)
         self.cache: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
         self.cache_room = cache_bytes
 
     @torch.no_grad()
     def run(self, ids: list[int]) -> tuple[Tensor, Tensor]:
         """Features [T, levels * C + C], the one after the final norm last; choices int64 [T]."""
-        slots, layers = self.slots[: len(ids)], self.head.feature_layers or ()
-        mask = causal_mask(self.start, len(ids), slots)
-        place = Place(self.table[:, : len(ids)], slots, mask)
-        tokens = torch.tensor(ids, device=slots.device)
-        final, features = self.model(tokens, place, self.kv, layers)
-        read = torch.cat((*features, final), dim=-1) if layers else final
-        return read, self.model.output(final).max(-1).indices
+        parts, layers = [], self.head.feature_layers or ()
+        for final, features in forwards(self.model, ids, self.kv, self.table, layers):
+            read = torch.cat((*features, final), dim=-1) if layers else final
+            parts.append((read, self.model.output(final).max(-1).indices))
+        read, choice = map(torch.cat, zip(*parts, strict=True))
+        return read, choice
 
     def __call__(self, ids: list[int]) -> tuple[Tensor, Tensor]:
         """`run`, or what it gave for these ids before."""
@@ -231,7 +229,7 @@ class Teacher:
 
     def batch(self, data: list[Conversation]) -> Batch:
         """Some conversations, padded to the longest."""
-        device = self.slots.device
+        device = self.table.device
         ids = pad_sequence([torch.tensor(row.ids) for row in data], batch_first=True)
         answer = torch.zeros_like(ids, dtype=torch.bool)
         for index, row in enumerate(data):

@@ -20,7 +20,7 @@ from talon.decoder import Decoder
 from talon.drafters import make_source
 from talon.drafters.lookup import LookupDrafter
 from talon.graphs import as_it_is, compile_region
-from talon.sampling import Greedy
+from talon.sampling import GREEDY
 from talon.trees import NO_TREE, Tree, chain, dynamic_tree, with_lookup
 
 
@@ -133,7 +133,8 @@ def target_pass(decoder: Decoder, rows: int, committed: int) -> Callable[[], obj
     chain_below = node[:, None] >= node
     nodes = Nodes(node % decoder.model.config.vocab_size, (node - 1).clamp(min=0), chain_below)
     at = after(decoder, committed, rows)
-    return lambda: decoder.verify(decoder.target, nodes, at, Greedy(), 1)
+    pick = decoder.picks.set(GREEDY)
+    return lambda: decoder.verify(decoder.target, nodes, at, pick, 1)
 
 
 def after(decoder: Decoder, committed: int, more: int) -> At:
@@ -147,7 +148,7 @@ def head_costs(
     decoder: Decoder, head: DraftHead, beams: Iterable[int], committed: int, compile: bool
 ) -> Costs:
     """Costs without `rows`: levels by width, the two parts that every round has, and a lookup."""
-    device, root, pick = decoder.device, decoder.root, Greedy()
+    device, root, pick = decoder.device, decoder.root, decoder.picks.set(GREEDY)
     compiled = compile_region if compile else as_it_is
     at, calls = after(decoder, committed, 64), {}
     for beam, depth in itertools.product(beams, (2, 4)):

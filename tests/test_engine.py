@@ -2,6 +2,7 @@
 waits or is rebuilt.
 """
 
+import functools
 import itertools
 from typing import NamedTuple
 
@@ -60,15 +61,23 @@ def heads() -> dict:
 HEADS = heads()
 
 
+@functools.cache
+def plain_run(name: str, sampling: str, context: int) -> Generation:
+    """What plain decoding says after PROMPT, to the end of the context."""
+    model, _ = HEADS[name]
+    ids = [token % model.config.vocab_size for token in PROMPT]
+    return decode(eager(model, context=context), ids, 200, SAMPLINGS[sampling])
+
+
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("name", HEADS)
 def test_drafted_ids_equal_plain_ids_to_the_end_of_the_context(name, tree, sampling):
-    model, head = HEADS[name]
-    ids = [token % model.config.vocab_size for token in PROMPT]
-    plain = decode(eager(model), ids, 200, SAMPLINGS[sampling])
-    drafted = decode(eager(model, head, parse_tree(tree)), ids, 200, SAMPLINGS[sampling])
-    assert drafted.tokens == plain.tokens and len(plain.tokens) == 96
+    (model, head), context = HEADS[name], 60
+    plain = plain_run(name, sampling, context)
+    decoder = eager(model, head, parse_tree(tree), context)
+    drafted = decode(decoder, plain.ids, 200, SAMPLINGS[sampling])
+    assert drafted.tokens == plain.tokens and len(plain.tokens) == 56
     assert drafted.stop_reason == plain.stop_reason == "context"
 
 
@@ -76,9 +85,10 @@ def test_drafted_ids_equal_plain_ids_to_the_end_of_the_context(name, tree, sampl
 @pytest.mark.parametrize("name", ["right", "half", "random eagle3"])
 def test_every_token_budget_gives_the_beginning_of_the_plain_text(name, tree):
     model, head = HEADS[name]
-    plain = decode(eager(model), [1, 2, 3], 24).tokens
+    longest = parse_tree(tree).depth + 5  # the first token, and more than a round
+    plain = decode(eager(model), [1, 2, 3], longest).tokens
     decoder = eager(model, head, parse_tree(tree))
-    for budget in range(25):
+    for budget in range(longest + 1):
         generation = decode(decoder, [1, 2, 3], budget)
         assert generation.tokens == plain[:budget]
         assert generation.stop_reason == "length"

@@ -1,6 +1,7 @@
 """The house: which files stand at the door, which way imports point, how long things may be."""
 
 import ast
+import functools
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -41,9 +42,14 @@ def imports(node: ast.AST, late: bool = False) -> set[str]:
     return found & PATHS.keys()
 
 
+@functools.cache
+def imports_of(name: str, late: bool = False) -> set[str]:
+    return imports(TREES[name], late)
+
+
 def closure(names: set[str], late: bool = False) -> set[str]:
     """These modules, and all that importing them imports."""
-    more = set().union(*(imports(TREES[name], late) for name in names)) - names
+    more = set().union(*(imports_of(name, late) for name in names)) - names
     return closure(names | more, late) if more else names
 
 
@@ -70,9 +76,9 @@ def test_the_seven_files_stand_at_the_door():
 
 def test_imports_point_down_and_in_no_circle():
     for late in (False, True):
-        pairs = {(name, other) for name in TREES for other in imports(TREES[name], late)}
+        pairs = {(name, other) for name in TREES for other in imports_of(name, late)}
         assert not {(name, other) for name, other in pairs if not may_import(name, other, late)}
-    assert not [name for name in TREES if name in closure(imports(TREES[name], True), True)]
+    assert not [name for name in TREES if name in closure(imports_of(name, True), True)]
 
 
 def test_no_function_and_no_file_is_too_long():

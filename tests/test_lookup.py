@@ -2,6 +2,8 @@
 before, nothing waits.
 """
 
+import functools
+
 import pytest
 import torch
 from test_engine import NoWaiting
@@ -19,7 +21,7 @@ from tiny import (
 
 from eagle_draft import Nodes, accept, ancestor_mask
 from model import At
-from talon.decoder import Decoder
+from talon.decoder import Decoder, Generation
 from talon.drafters.lookup import look_up, remember
 from talon.loading import fit_tree
 from talon.sampling import Greedy, SamplingConfig
@@ -80,13 +82,24 @@ def test_lookup_equals_a_plain_search_on_random_texts():
                 assert continuation(text, 6) == wanted, text
 
 
+MODELS = {"random": random_model(), "cycle": table_model(cycle_table(24, gap=3.0))}
+
+
+@functools.cache
+def plain_run(name: str, sampling: str) -> Generation:
+    """What plain decoding says to the end of its context."""
+    model = MODELS[name]
+    ids = [token % model.config.vocab_size for token in (3, 17, 99, 4)]
+    return decode(eager(model, context=70), ids, 200, SAMPLINGS[sampling])
+
+
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize("tree", ["lookup:1", "lookup:5", "lookup:64"])
 def test_ids_equal_plain_ids_to_the_end_of_the_context(tree, sampling):
-    for model in (random_model(), table_model(cycle_table(24, gap=3.0))):
-        ids = [token % model.config.vocab_size for token in (3, 17, 99, 4)]
-        plain = decode(eager(model), ids, 200, SAMPLINGS[sampling])
-        drafted = decode(eager(model, None, parse_tree(tree)), ids, 200, SAMPLINGS[sampling])
+    for name in MODELS:
+        plain = plain_run(name, sampling)
+        decoder = eager(MODELS[name], None, parse_tree(tree), plain.decoder.max_seq_length)
+        drafted = decode(decoder, plain.ids, 200, SAMPLINGS[sampling])
         assert drafted.tokens == plain.tokens
         assert drafted.stop_reason == plain.stop_reason == "context"
 
@@ -191,10 +204,10 @@ def test_both_sources_lie_below_one_root():
              "dynamic:nodes=8,levels=3,top_k=4+lookup:5"],
 )  # fmt: skip
 def test_ids_with_both_sources_equal_plain_ids_to_the_end_of_the_context(tree, family, sampling):
-    model, ids = random_model(), [3, 17, 99, 4]
-    plain = decode(eager(model), ids, 200, SAMPLINGS[sampling])
-    head = random_head(model, family)
-    drafted = decode(eager(model, head, parse_tree(tree)), ids, 200, SAMPLINGS[sampling])
+    model, plain = MODELS["random"], plain_run("random", sampling)
+    context, head = plain.decoder.max_seq_length, random_head(model, family)
+    decoder = eager(model, head, parse_tree(tree), context)
+    drafted = decode(decoder, plain.ids, 200, SAMPLINGS[sampling])
     assert drafted.tokens == plain.tokens
     assert drafted.stop_reason == plain.stop_reason == "context"
 

@@ -7,7 +7,8 @@ The architecture comes from config.json, the ends of a text from generation_conf
 tokenizer as well; a folder's name means nothing. Every tensor of the source is used or refused by
 name. Targets are plain LLaMA: LLaMA 1 to 3.3, Vicuna, CodeLlama, TinyLlama, SmolLM2,
 DeepSeek-R1-Distill-Llama, and Mistral without a sliding window. Heads are the business of
-talon/formats/head_import.py. Leaves out other architectures, quantised sources and adapters."""
+talon/formats/head_import.py, targets in 4 bits (GPTQ, AWQ, compressed-tensors) that of
+talon/formats/four_bit.py. Leaves out other architectures, other quantised sources and adapters."""
 
 if __name__ == "__main__":  # before the imports that take seconds
     from talon.cli import guard_imports
@@ -30,6 +31,7 @@ from tqdm import tqdm
 from model import ModelConfig
 from talon.checkpoint import DTYPE_NAMES, DTYPES, TensorSpec
 from talon.cli import Parser, announce, note, run
+from talon.formats.four_bit import PackedFolder
 from talon.formats.head_export import EXPORT_FORMATS, export_head
 from talon.formats.head_import import is_head, plan_head
 from talon.formats.hf_config import NEUTRAL_VALUES, check_neutral, read_layer, read_rope
@@ -76,7 +78,12 @@ def convert(checkpoint_dir: Path | str, out: Path | str | None = None, dtype: st
     sources = [file for file in (*folder.files, *others) if file.exists()]
     if out.exists() and any(os.path.samefile(out, file) for file in sources):
         raise ValueError(f"--out {out} is a file of the source; choose another name")
-    conversion = plan_head(folder) if is_head(folder) else plan_target(folder)
+    head = is_head(folder)
+    if not head and "quantization_config" in folder.config:
+        folder = PackedFolder(checkpoint_dir)
+    conversion = plan_head(folder) if head else plan_target(folder)
+    if isinstance(folder, PackedFolder):
+        folder.arrange(conversion)
     conversion.check()
     specs = conversion.specs(DTYPES.get(dtype))
     source = {
@@ -93,6 +100,7 @@ def convert(checkpoint_dir: Path | str, out: Path | str | None = None, dtype: st
             config=asdict(conversion.config),
             specs=specs,
             tensors=with_progress(conversion.tensors(specs), specs),
+            quantization=conversion.quantization,
             source=source,
         )
     for line in folder.notes + conversion.notes:

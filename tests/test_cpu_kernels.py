@@ -1,5 +1,6 @@
 """Few rows on a CPU: right on every instruction set, whatever the number of rows."""
 
+import itertools
 import os
 import subprocess
 import sys
@@ -61,16 +62,16 @@ def multiplications(inputs, outputs):
                     lambda x, p=planes, a=amx: ops.integer_rows(x, packed, scales, p, a),
                     lambda x, limit=limit: round_to(x, limit) @ stretched.t(),
                 )
-    for groupsize in (32, 64, 128, 256):
+    for groupsize, dtype in itertools.product((32, 64, 128, 256), (torch.bfloat16, torch.float32)):
         padded = -(-inputs // groupsize) * groupsize
         halves = torch.randint(0, 256, (outputs, padded // 2), dtype=torch.uint8)
-        pairs = [torch.randn(outputs, padded // groupsize).bfloat16() for _ in range(2)]
+        pairs = [torch.randn(outputs, padded // groupsize).to(dtype) for _ in range(2)]
         grouped = halves.view(outputs, -1, groupsize // 2)
         values = torch.cat((grouped & 15, grouped >> 4), 2).double() - 8
         plain = values * pairs[0].double()[..., None] + pairs[1].double()[..., None]
         plain, padding = plain.flatten(1), (0, padded - inputs)
         yield (
-            f"int4, groups of {groupsize}",
+            f"int4, groups of {groupsize}, {dtype}",
             lambda x, h=halves, p=pairs, g=groupsize, more=padding: ops.int4_rows(
                 F.pad(x, more), h, *p, g
             ),
@@ -80,7 +81,7 @@ def multiplications(inputs, outputs):
             packed = cpu_kernels.interleave_groups(halves, *pairs, groupsize)
             for amx in (False, True)[: cpu_kernels.load()]:
                 yield (
-                    f"int4 as integers, groups of {groupsize}, amx {amx}",
+                    f"int4 as integers, groups of {groupsize}, {dtype}, amx {amx}",
                     lambda x, p=packed, a=amx, more=padding: ops.grouped_rows(
                         F.pad(x, more), *p, a
                     )[:, :outputs],

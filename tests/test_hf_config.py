@@ -112,7 +112,7 @@ def test_max_sequence_length_is_the_old_name_of_the_context(tmp_path):
         ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor"]),
         ({"layer_types": ["full_attention", "sliding_attention"]}, ["layer_types"]),
         ({"layer_types": 3}, ["layer_types"]),
-        ({"quantization_config": {"quant_method": "gptq"}}, ["quantization_config", "gptq"]),
+        ({"quantization_config": {"quant_method": "hqq"}}, ["quantization_config", "hqq"]),
         ({"num_local_experts": 8}, ["num_local_experts"]),
         ({"hidden_size": 32}, ["[32, 16]", "[32, 32]"]),
         ({"vocab_size": 33}, ["embed_tokens", "[32, 16]", "[33, 16]"]),

@@ -59,6 +59,7 @@ class HFFolder:
         self.files = self._find_files()
         self.config = Settings.read(self.path / "config.json")
         self.notes: list[str] = []
+        self.decoded: set[str] = set()  # names of tensors that read in our form, not as stored
         self.close()
         self.specs: dict[str, TensorSpec] = {}
         self.file_of: dict[str, Path] = {}
@@ -74,7 +75,7 @@ class HFFolder:
                 return self._read_index(self.path / index)
         if (self.path / "adapter_config.json").exists():
             raise ValueError(f"{self.path} holds an adapter; merge it into its base model first")
-        suffixes = (".safetensors", ".bin", ".pth", ".pt")
+        suffixes = (".safetensors", ".bin", ".pth", ".pt", ".gguf")
         others = sorted(p.name for p in self.path.iterdir() if p.suffix in suffixes)
         raise FileNotFoundError(
             f"{self.path} has none of {', '.join(SINGLE_FILES + INDEX_FILES)} (weights that it "
@@ -215,13 +216,15 @@ class Conversion:
     outputs: list[Output]
     notes: list[str] = field(default_factory=list)
     ignored: set[str] = field(default_factory=set)  # known and not wanted, each for a stated reason
+    quantization: dict | None = None
 
     def check(self) -> None:
         """Strict accounting: all that is needed is there, in shape; all that is there is used."""
         specs, where = self.folder.specs, self.folder.path
         wanted = {name: shape for output in self.outputs for name, shape in output.parts.items()}
         for name, spec in specs.items():
-            packed = name in wanted.keys() - self.ignored and spec.dtype not in DTYPES.values()
+            floats = spec.dtype in DTYPES.values() or name in self.folder.decoded
+            packed = name in wanted.keys() - self.ignored and not floats
             if packed or (name not in wanted and re.search(QUANTISED, name)):
                 raise ValueError(
                     f"{where}: {name} is {spec.dtype}, quantised elsewhere; convert the model in "
@@ -250,6 +253,8 @@ class Conversion:
         for output in self.outputs:
             found = {self.folder.specs[name].dtype for name in output.parts}
             wanted = torch.int64 if output.name == "d2t" else dtype
+            if output.parts.keys() <= self.folder.decoded:
+                wanted = None
             if wanted is None and len(found) > 1:
                 raise ValueError(
                     f"{self.folder.path}: {', '.join(output.parts)} differ in dtype and are stored "

@@ -17,6 +17,7 @@
 #include <cstdint>
 #include <cstring>
 #include <initializer_list>
+#include <type_traits>
 #include <vector>
 
 #if defined(__AVX2__)
@@ -44,6 +45,10 @@ void check(const Tensor& t, torch::headeronly::ScalarType type, std::initializer
 }
 
 constexpr auto FP32 = torch::headeronly::ScalarType::Float, BF16 = torch::headeronly::ScalarType::BFloat16;
+
+// Scales and zeros of 4-bit groups: bf16, or fp32 where another program's rounding is kept.
+template <class S>
+constexpr auto PAIR = std::is_same_v<S, float> ? FP32 : BF16;
 constexpr auto INT8 = torch::headeronly::ScalarType::Char, UINT8 = torch::headeronly::ScalarType::Byte;
 constexpr auto BOOL = torch::headeronly::ScalarType::Bool;
 
@@ -265,33 +270,41 @@ Tensor int8_rows(Tensor x, Tensor weight, Tensor scales) {
   });
 }
 
-inline float bf16(uint16_t bits) {
+inline float widened(float x) { return x; }
+
+inline float widened(uint16_t bits) {  // of bf16
   const uint32_t word = static_cast<uint32_t>(bits) << 16;
   float x;
   std::memcpy(&x, &word, sizeof x);
   return x;
 }
 
-// x fp32 [T, K], weight uint8 [O, K/2], scales and zeros bf16 [O, K/groupsize] -> fp32 [T, O]
+// x fp32 [T, K], weight uint8 [O, K/2], scales and zeros S [O, K/groupsize] -> fp32 [T, O]
 // Byte j of a group holds step j in its low half and step j + groupsize/2 in its high half.
-Tensor int4_rows(Tensor x, Tensor weight, Tensor scales, Tensor zeros, int64_t groupsize) {
+template <class S>
+Tensor int4_rows_of(Tensor x, Tensor weight, Tensor scales, Tensor zeros, int64_t groupsize) {
   check(x, FP32, {-1, 2 * weight.size(1)}), check(weight, UINT8, {-1, -1});
-  for (const Tensor& t : {scales, zeros}) check(t, BF16, {weight.size(0), x.size(1) / groupsize});
+  for (const Tensor& t : {scales, zeros}) check(t, PAIR<S>, {weight.size(0), x.size(1) / groupsize});
   const uint8_t* w = static_cast<const uint8_t*>(weight.const_data_ptr());
-  const uint16_t* scale = static_cast<const uint16_t*>(scales.const_data_ptr());
-  const uint16_t* zero_of = static_cast<const uint16_t*>(zeros.const_data_ptr());
+  const S* scale = static_cast<const S*>(scales.const_data_ptr());
+  const S* zero_of = static_cast<const S*>(zeros.const_data_ptr());
   const long K = x.size(1), groups = K / groupsize, half = groupsize / 2;
   return multiply<false>(x, weight.size(0), nullptr, [=](long first, int outs, float* buffer) {
     for (int o = 0; o < outs; o++)
       for (long g = 0; g < groups; g++) {
         const long at = (first + o) * groups + g;
-        const Group group(bf16(scale[at]), bf16(zero_of[at]));
+        const Group group(widened(scale[at]), widened(zero_of[at]));
         float* row = buffer + o * K + g * groupsize;
         ask_ahead(w + at * half, OUTS * K / 2);
         for (long k = 0; k < half; k += LANES) group.decode(w + at * half + k, row + k, row + half + k);
       }
     return static_cast<const float*>(buffer);
   });
+}
+
+Tensor int4_rows(Tensor x, Tensor weight, Tensor scales, Tensor zeros, int64_t groupsize) {
+  const bool whole = scales.scalar_type() == FP32;
+  return (whole ? int4_rows_of<float> : int4_rows_of<uint16_t>)(x, weight, scales, zeros, groupsize);
 }
 
 // ---------------------------------------------------------------- attention
@@ -611,14 +624,16 @@ void sum_groups(Steps& of, long t, long T, long padded, long groups, long groups
   }
 }
 
-inline __m512 bf16_block(const uint16_t* at) {
+inline __m512 block_of(const float* at) { return _mm512_loadu_ps(at); }
+
+inline __m512 block_of(const uint16_t* at) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at))), 16));
 }
 
 // y [R, 16] of rows t to t + R - 1 with a block of 4-bit outputs: of a group, the sum of
 // (step - 8) * scale + zero times x is scale * (sum of step * x) + (zero - 8 * scale) * (sum of x).
-template <int R>
-void dot_groups(const Steps& of, long t, long, long T, long K, long groupsize, const uint8_t* w, const uint16_t* scales, const uint16_t* zeros, float* y) {
+template <int R, class S>
+void dot_groups(const Steps& of, long t, long, long T, long K, long groupsize, const uint8_t* w, const S* scales, const S* zeros, float* y) {
   const long groups = K / groupsize, half = groupsize / 2;
   __m512 total[R];
   for (int r = 0; r < R; r++) total[r] = _mm512_setzero_ps();
@@ -637,8 +652,8 @@ void dot_groups(const Steps& of, long t, long, long T, long K, long groupsize, c
         low[r] = _mm512_dpbusd_epi32(low[r], second, four_steps(x + T * K + half));
       }
     }
-    const __m512 scale = bf16_block(scales + g * BLOCK);
-    const __m512 base = fma(all(-8), scale, bf16_block(zeros + g * BLOCK));
+    const __m512 scale = block_of(scales + g * BLOCK);
+    const __m512 base = fma(all(-8), scale, block_of(zeros + g * BLOCK));
     for (int r = 0; r < R; r++) {
       const __m512i sum = _mm512_add_epi32(_mm512_slli_epi32(high[r], 8), low[r]);
       total[r] = fma(_mm512_cvtepi32_ps(sum), scale, total[r]);
@@ -651,7 +666,8 @@ void dot_groups(const Steps& of, long t, long, long T, long K, long groupsize, c
 #ifdef TALON_AMX
 // The same for R <= 16 rows: the 4-bit steps of a group become a tile of bytes. Of up to SHARE_TILE
 // rows the high and the low bytes of x share a tile; of more, each tile reads 16 rows.
-void dot_groups_amx(const Steps& of, long t, long R, long T, long K, long groupsize, const uint8_t* w, const uint16_t* scales, const uint16_t* zeros, float* y) {
+template <class S>
+void dot_groups_amx(const Steps& of, long t, long R, long T, long K, long groupsize, const uint8_t* w, const S* scales, const S* zeros, float* y) {
   const long groups = K / groupsize, half = groupsize / 2, depth = std::min(64L, groupsize);
   alignas(64) uint8_t steps[MOST_GROUPSIZE * BLOCK];
   alignas(64) int32_t sums[32 * BLOCK];
@@ -675,8 +691,8 @@ void dot_groups_amx(const Steps& of, long t, long R, long T, long K, long groups
     }
     _tile_stored(0, sums, 64);
     if (!shared) _tile_stored(1, sums + 16 * BLOCK, 64);
-    const __m512 scale = bf16_block(scales + g * BLOCK);
-    const __m512 base = fma(all(-8), scale, bf16_block(zeros + g * BLOCK));
+    const __m512 scale = block_of(scales + g * BLOCK);
+    const __m512 base = fma(all(-8), scale, block_of(zeros + g * BLOCK));
     for (long r = 0; r < R; r++) {
       const __m512i high_sum = _mm512_load_si512(high + r * BLOCK), low_sum = _mm512_load_si512(low + r * BLOCK);
       const __m512i sum = _mm512_add_epi32(_mm512_slli_epi32(high_sum, 8), low_sum);
@@ -688,18 +704,19 @@ void dot_groups_amx(const Steps& of, long t, long R, long T, long K, long groups
 }
 #endif
 
-// x fp32 [T, K], weight uint8 [O/16, K/groupsize, groupsize/8, 16, 4], scales and zeros bf16 [O/16,
+// x fp32 [T, K], weight uint8 [O/16, K/groupsize, groupsize/8, 16, 4], scales and zeros S [O/16,
 // K/groupsize, 16] -> fp32 [T, O]. x is rounded row by row to 16 bits. `amx` as above.
-Tensor grouped_rows(Tensor x, Tensor weight, Tensor scales, Tensor zeros, bool amx) {
+template <class S>
+Tensor grouped_rows_of(Tensor x, Tensor weight, Tensor scales, Tensor zeros, bool amx) {
   check(x, FP32, {-1, 8 * weight.size(1) * weight.size(2)}), check(weight, UINT8, {-1, -1, -1, 16, 4});
-  for (const Tensor& t : {scales, zeros}) check(t, BF16, {weight.size(0), weight.size(1), 16});
+  for (const Tensor& t : {scales, zeros}) check(t, PAIR<S>, {weight.size(0), weight.size(1), 16});
   const long T = x.size(0), K = x.size(1), blocks = weight.size(0), groups = weight.size(1);
   const long groupsize = K / groups, O = blocks * BLOCK;
   Tensor y = torch::stable::new_empty(x, {T, O});
   const float* from = static_cast<const float*>(x.const_data_ptr());
   const uint8_t* w = static_cast<const uint8_t*>(weight.const_data_ptr());
-  const uint16_t* scale = static_cast<const uint16_t*>(scales.const_data_ptr());
-  const uint16_t* zero_of = static_cast<const uint16_t*>(zeros.const_data_ptr());
+  const S* scale = static_cast<const S*>(scales.const_data_ptr());
+  const S* zero_of = static_cast<const S*>(zeros.const_data_ptr());
   float* to = static_cast<float*>(y.mutable_data_ptr());
   if (!T) return y;
   static thread_local Steps own;
@@ -717,7 +734,7 @@ Tensor grouped_rows(Tensor x, Tensor weight, Tensor scales, Tensor zeros, bool a
   });
   const long grain = std::max(1L, 131072 / (BLOCK * K));  // less is not worth a second core
   torch::stable::parallel_for(0, blocks, grain, [&](int64_t begin, int64_t end) {
-    constexpr decltype(&dot_groups<1>) few[] = {dot_groups<1>, dot_groups<2>, dot_groups<3>, dot_groups<4>};
+    constexpr decltype(&dot_groups<1, S>) few[] = {dot_groups<1, S>, dot_groups<2, S>, dot_groups<3, S>, dot_groups<4, S>};
     alignas(64) float table[16 * BLOCK];
 #ifdef TALON_AMX
     if (amx) configure_tiles(T <= SHARE_TILE ? 2 * T : 16, std::min(64L, groupsize));
@@ -729,7 +746,7 @@ Tensor grouped_rows(Tensor x, Tensor weight, Tensor scales, Tensor zeros, bool a
         R = std::min(amx ? 16L : 4L, T - t);
         auto some = few[std::min(R, 4L) - 1];
 #ifdef TALON_AMX
-        if (amx) some = dot_groups_amx;
+        if (amx) some = dot_groups_amx<S>;
 #endif
         some(rows, t, R, T, K, groupsize, block, scale + at, zero_of + at, table);
         for (long r = 0; r < R; r++) std::memcpy(to + (t + r) * O + b * BLOCK, table + r * BLOCK, BLOCK * sizeof(float));
@@ -739,6 +756,11 @@ Tensor grouped_rows(Tensor x, Tensor weight, Tensor scales, Tensor zeros, bool a
 #endif
   });
   return y;
+}
+
+Tensor grouped_rows(Tensor x, Tensor weight, Tensor scales, Tensor zeros, bool amx) {
+  const bool whole = scales.scalar_type() == FP32;
+  return (whole ? grouped_rows_of<float> : grouped_rows_of<uint16_t>)(x, weight, scales, zeros, amx);
 }
 
 #endif

@@ -69,7 +69,7 @@ def packed_int4(linear: QuantizedLinear) -> tuple[Tensor, Tensor]:
     for tensor in (linear.scales, linear.zeros):
         tensor = tensor.repeat_interleave(whole // group, 1)[:, : width // group]
         more = (0, width // group - tensor.shape[1], 0, -outputs % 128)
-        pairs.append(F.pad(tensor, more).view(torch.int16).int())
+        pairs.append(F.pad(tensor.bfloat16(), more).view(torch.int16).int())
     weight = tiled((low | high << 4).view(outputs, -1), half)
     return weight, (pairs[0] & 0xFFFF | pairs[1] << 16).t().contiguous()
 

@@ -12,9 +12,10 @@ with weight [out, in] is stored as (Ip = in, padded with zeros to whole groups o
 
 int8: weight = step * scale / smoothing, and it is the inputs that are divided by the smoothing.
 int4: weight = (step - 8) * scale + zero; byte j of a group holds step j in its low half and step
-j + g/2 in its high half. Biases stay as they are. quantize.py writes such files; cpu_kernels.py
-multiplies with them on a CPU, and gpu_layers.py puts them on a GPU. Leaves out training: nothing
-has a gradient."""
+j + g/2 in its high half. Scales and zeros are fp32 where another program rounded the weights, so
+that they keep their values; on a GPU they are bf16. Biases stay as they are. quantize.py writes
+such files; cpu_kernels.py multiplies with them on a CPU, and gpu_layers.py puts them on a GPU.
+Leaves out training: nothing has a gradient."""
 
 import math
 from collections.abc import Callable

@@ -18,14 +18,10 @@ def test_the_program_prints_text_in_any_locale(world, plain):
     text = plain.generate([int(i) for i in ids.split()], max_new_tokens=60, ignore_eos=True)
     wanted = "".join(text)
     assert not wanted.isascii()
-    for encoding in ("utf-8", "ascii"):
-        argv = ("--prompt_ids", ids, "--max_new_tokens", 60, "--ignore_eos", "--no_compile")
-        done = shell(world, *argv, env={"PYTHONIOENCODING": encoding})
-        assert done.returncode == 0, done.stderr
-        assert (
-            done.stdout.decode(encoding)
-            == wanted.encode(encoding, "replace").decode(encoding) + "\n"
-        )
+    argv = ("--prompt_ids", ids, "--max_new_tokens", 60, "--ignore_eos", "--no_compile")
+    done = shell(world, *argv, env={"PYTHONIOENCODING": "ascii"})
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.decode("ascii") == wanted.encode("ascii", "replace").decode("ascii") + "\n"
 
 
 def test_bytes_on_standard_input_that_are_no_text_are_refused(world):
@@ -113,7 +109,9 @@ def test_the_program_help_names_every_flag_of_the_contract(world):
     assert "default: True" not in text.split("--no_chat", 1)[1].split("--system", 1)[0]
 
 
-@pytest.mark.parametrize("compiled", ["--compile", "--no_compile"])
+@pytest.mark.parametrize(
+    "compiled", ["--no_compile", pytest.param("--compile", marks=pytest.mark.slow)]
+)
 def test_an_unusable_cache_directory_is_named_in_one_line(world, tmp_path, compiled):
     """torch itself cannot be used without it, eager or not."""
     path = tmp_path / "file"

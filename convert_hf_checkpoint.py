@@ -7,8 +7,9 @@ The architecture comes from config.json, the ends of a text from generation_conf
 tokenizer as well; a folder's name means nothing. Every tensor of the source is used or refused by
 name. Targets are plain LLaMA: LLaMA 1 to 3.3, Vicuna, CodeLlama, TinyLlama, SmolLM2,
 DeepSeek-R1-Distill-Llama, and Mistral without a sliding window. Heads are the business of
-talon/formats/head_import.py, targets in 4 bits (GPTQ, AWQ, compressed-tensors) that of
-talon/formats/four_bit.py. Leaves out other architectures, other quantised sources and adapters."""
+talon/formats/head_import.py and medusa_import.py, targets in 4 bits (GPTQ, AWQ,
+compressed-tensors) that of talon/formats/four_bit.py. Leaves out other architectures, other
+quantised sources and adapters."""
 
 if __name__ == "__main__":  # before the imports that take seconds
     from talon.cli import guard_imports
@@ -43,6 +44,7 @@ from talon.formats.hf_folder import (
     layer_outputs,
     new_directory,
 )
+from talon.formats.medusa_import import is_medusa, plan_medusa
 from talon.settings import Settings, read_tokenizer_config
 from talon.tokenizer import TOKENIZER_FILES, Tokenizer, find_vocabulary, load_tokenizer
 from talon.writing import atomic_file, write_checkpoint
@@ -78,10 +80,10 @@ def convert(checkpoint_dir: Path | str, out: Path | str | None = None, dtype: st
     sources = [file for file in (*folder.files, *others) if file.exists()]
     if out.exists() and any(os.path.samefile(out, file) for file in sources):
         raise ValueError(f"--out {out} is a file of the source; choose another name")
-    head = is_head(folder)
+    head = is_head(folder) or is_medusa(folder)
     if not head and "quantization_config" in folder.config:
         folder = PackedFolder(checkpoint_dir)
-    conversion = plan_head(folder) if head else plan_target(folder)
+    conversion = plan(folder)
     if isinstance(folder, PackedFolder):
         folder.arrange(conversion)
     conversion.check()
@@ -106,6 +108,13 @@ def convert(checkpoint_dir: Path | str, out: Path | str | None = None, dtype: st
     for line in folder.notes + conversion.notes:
         note(f"note: {line}")
     return summary(conversion, specs, out)
+
+
+def plan(folder: HFFolder) -> Conversion:
+    """Decide everything about a directory, of whichever kind its tensors are."""
+    if is_medusa(folder):
+        return plan_medusa(folder)
+    return plan_head(folder) if is_head(folder) else plan_target(folder)
 
 
 def summary(conversion: Conversion, specs: dict[str, TensorSpec], out: Path) -> str:

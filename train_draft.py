@@ -80,7 +80,7 @@ def add_options(parser: cli.Parser) -> None:
     head, data, training, run, measuring = groups
     c = TrainingConfig
     head("--checkpoint_path", type=Path, default=cli.DEMO, help="the target file")
-    head("--head", choices=("eagle1", "eagle3"), default=c.head, help="its family")
+    head("--head", choices=("eagle1", "eagle3", "medusa"), default=c.head, help="its family")
     head("--out", type=Path, required=True, help="directory: head, log and what --resume needs")
     head("--draft_vocab_size", type=int, help="tokens it can guess (default: all, at most 32000)")
     head("--init", type=Path, help="a talon_draft.safetensors to go on from, with a new schedule")
@@ -99,7 +99,7 @@ def add_options(parser: cli.Parser) -> None:
         (training, "batch_tokens", None, 1, 10**9, f"answer tokens of a step (default: {step})"),
         (training, "lr", c.lr, 1e-9, 1.0, "of the matrices; norms and lm_head: a quarter"),
         (training, "warmup", c.warmup, 0.0, 1.0, "share of the steps"),
-        (training, "unroll", c.unroll, 1, 16, "levels of drafting that are trained"),
+        (training, "unroll", c.unroll, 1, 16, "levels of drafting that are trained; Medusa heads"),
         (training, "unroll_from", c.unroll_from, 0.0, 1.0, "share of the steps with only one"),
         (training, "feature_weight", c.feature_weight, 0.0, 1e6, "of the feature loss (eagle1)"),
         (training, "seed", c.seed, 0, 2**31 - 1, "of the order, the noise and the first weights"),
@@ -140,6 +140,8 @@ def training_config(
     given["batch_tokens"] = args.batch_tokens or BATCH_TOKENS[device.type]
     given["max_length"] = args.max_length or min(longest, TrainingConfig.max_length)
     given["init"] = args.init.name if args.init else None
+    if args.head == "medusa":  # a level is a head, and all learn from the start
+        given["unroll_from"] = 0.0
     return TrainingConfig(**given)
 
 

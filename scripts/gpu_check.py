@@ -154,7 +154,8 @@ class Oracle:
     it puts the true tokens, each with probability RIGHT. Next to them stand wrong ones."""
 
     def __init__(self, source: EagleDrafter, positions: int) -> None:
-        self.source, self.tree, self.stage = source, source.tree, source.stage
+        self.source, self.tree, self.held = source, source.tree, source.held
+        self.bytes_read = source.bytes_read
         self.feature_layers, self.state = source.feature_layers, source.state
         self.learn, self.read = source.learn, source.read
         device, random = source.hidden.device, torch.Generator().manual_seed(0)

@@ -61,8 +61,11 @@ def add_running_options(parser: Parser) -> Callable:
     """How the files are run, as `load` in talon/text.py takes it. Returns what adds more of it."""
     group = parser.add_argument_group("running")
     add = group.add_argument
-    trees = "auto, none, lookup:K, or chain:K, static, dynamic:nodes=N,levels=L,top_k=K, FILE.json"
-    add("--tree", default="auto", help=f"{trees}, each of these also with +lookup:K")
+    trees = (
+        "auto, none, lookup:K, or chain:K, static, medusa, dynamic:nodes=N,levels=L,top_k=K, "
+        "FILE.json, each of these also with +lookup:K"
+    )
+    add("--tree", default="auto", help=trees)
     add("--device", default="auto", help="auto, cpu or cuda")
     add("--dtype", default="auto", help="precision of computing: auto, fp32, fp16 or bf16")
     add("--max_seq_length", type=int, help="context to provide for (default: what is needed)")

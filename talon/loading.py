@@ -123,7 +123,7 @@ def read_file(path: str | Path, *kinds: str) -> tuple[Checkpoint, ModelConfig | 
         )
     damage = f"{path} has a damaged configuration"
     try:
-        config = {"target": ModelConfig, "draft": DraftConfig}[kind].from_dict(checkpoint.config)
+        config = config_class(kind, checkpoint.config).from_dict(checkpoint.config)
     except (TypeError, AttributeError, ValueError) as error:
         raise ValueError(f"{damage} ({error}): convert it again") from None
     for field in fields(config):
@@ -131,6 +131,15 @@ def read_file(path: str | Path, *kinds: str) -> tuple[Checkpoint, ModelConfig | 
         if field.type is int and not (type(value) is int and value > 0):
             raise ValueError(f"{damage} ({field.name} is {value!r}): convert it again")
     return checkpoint, config
+
+
+def config_class(kind: str, config: dict) -> type:
+    """What parses the configuration of a file."""
+    if config.get("family") == "medusa":
+        from talon.drafters.medusa import MedusaConfig
+
+        return MedusaConfig
+    return {"target": ModelConfig, "draft": DraftConfig}[kind]
 
 
 def fit_context(asked: int | None, config: ModelConfig, default: int = 4096) -> int:
@@ -286,7 +295,7 @@ def fit_head(
         from talon.drafters.small_model import fit_model
 
         return fit_model(path, head, target)
-    hidden = head.dim if head.family == "eagle1" else head.target_dim
+    hidden = head.target_dim if head.family == "eagle3" else head.dim
     for what, mine, theirs in (
         ("hidden size", hidden, target.dim),
         ("vocabulary", head.vocab_size, target.vocab_size),
@@ -301,7 +310,7 @@ def fit_head(
             f"{path} has hidden size {head.dim} and no embedding of its own, but the target's has "
             f"{target.dim}: the head file is incomplete"
         )
-    if head.family == "eagle1":
+    if head.family != "eagle3":
         return head
     layers = head.feature_layers or default_feature_layers(target.n_layer)
     if min(layers) < 0 or max(layers) > target.n_layer:
@@ -317,7 +326,10 @@ def load_head(
     config, checkpoint = files.head_config, files.head
     if isinstance(config, ModelConfig):
         return load_target(Files(checkpoint, config, None), device, dtype)
-    head = empty_module(DraftHead, config, checkpoint)
+    kind = DraftHead
+    if config.family == "medusa":
+        from talon.drafters.medusa import MedusaHeads as kind
+    head = empty_module(kind, config, checkpoint)
     identity = "d2t" not in checkpoint.specs
     if identity and config.draft_vocab_size != config.vocab_size:
         raise ValueError(f"{checkpoint.path} has no d2t, which it needs: convert the head again")
@@ -352,6 +364,8 @@ def head_card(c: DraftConfig | ModelConfig) -> str:
     if isinstance(c, ModelConfig):
         size = f"{c.n_layer} layers, hidden size {c.dim}, vocabulary {c.vocab_size}"
         return f"draft model: {size}, of up to {c.max_seq_length} positions"
+    if not isinstance(c, DraftConfig):
+        return str(c)
     layers = c.feature_layers
     captured = "state after the final norm"
     if layers:
@@ -378,6 +392,10 @@ def fit_tree(asked: Tree | None, head: DraftConfig | ModelConfig | None) -> Tree
             raise ValueError(f"{needs}: give --draft_checkpoint_path, or --tree none or lookup:5")
         return tree
     small = isinstance(head, ModelConfig)
+    if not small and head.family == "medusa":
+        from talon.drafters.medusa import medusa_tree
+
+        asked = medusa_tree(asked, head)
     tree = asked or parse_tree(PRESETS["model" if small else head.family])
     if tree.levels > 64 or tree.nodes > 1024:
         raise ValueError(f"tree {tree.name} is too large: give 1024 nodes and 64 levels at most")

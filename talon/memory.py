@@ -72,8 +72,8 @@ def plan_memory(
 
 
 def cached(c: ModelConfig | DraftConfig) -> int:
-    """Numbers of a token's keys, or of its values, in all layers."""
-    return getattr(c, "n_layer", 1) * c.n_kv_head * c.head_dim
+    """Numbers of a token's keys, or of its values, in all layers; Medusa heads keep none."""
+    return getattr(c, "n_layer", 1) * c.n_kv_head * c.head_dim if hasattr(c, "n_kv_head") else 0
 
 
 def loaded_bytes(checkpoint: Checkpoint | None, dtype: torch.dtype) -> int:

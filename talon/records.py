@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from talon.cli import note
 from talon.decoder import Decoder, Generation
+from talon.drafters.source import module_bytes
 from talon.memory import gigabytes
 from talon.text import Engine, TextGeneration
 
@@ -32,25 +32,16 @@ def compilations() -> int:
 
 def bytes_per_round(decoder: Decoder, committed: float) -> float:
     """Weights and cached rows that one round reads: the target's once, the head's once a level."""
-    model, tree = decoder.model, decoder.tree
+    model = decoder.model
     weights = sum(module_bytes(module) for module in (model.layers, model.output))
     total = weights + committed * decoder.cache.data[:, :, :, 0].nbytes
-    if decoder.drafter.stage is not None:
-        head, cache, *_ = decoder.drafter.stage
-        parts = head.layer, head.output, *([head.fc] if hasattr(head, "fc") else [])
-        weights = sum(map(module_bytes, parts))
-        total += tree.levels * (weights + committed * cache.data[:, :, :, 0].nbytes)
-    return total
+    return total + decoder.drafter.bytes_read(committed)
 
 
 def moved_bytes(run: Generation) -> float:
     """What all rounds of a generation read together."""
     middle = len(run.ids) + len(run.tokens) / 2
     return bytes_per_round(run.decoder, middle) * run.stats.rounds
-
-
-def module_bytes(module: nn.Module) -> int:
-    return sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
 
 
 def sample_record(run: Generation, text: str | None) -> dict:

@@ -89,6 +89,20 @@ EAGLE1_PATHS = [
 ]  # fmt: skip
 
 
+# The 64-node tree that Medusa publishes for Vicuna 7B (root included), a digit a rank.
+MEDUSA_PATHS = [
+    [int(rank) for rank in path]
+    for path in (
+        "0 00 1 01 2 000 10 02 3 03 4 04 20 05 001 5 06 6 07 010 11 7 08 002 30 09 8 9 100 020 12 "
+        "003 40 21 004 005 0000 011 006 030 50 13 007 008 009 60 040 14 70 012 200 31 22 80 050 "
+        "15 101 021 90 060 0001 16 070"
+    ).split()
+]
+
+
+FIXED = {"static": EAGLE1_PATHS, "medusa": MEDUSA_PATHS}
+
+
 def chain(length: int) -> Tree:
     return static_tree([[0] * depth for depth in range(1, length + 1)], f"chain:{length}")
 
@@ -152,7 +166,7 @@ def with_lookup(tree: Tree, count: int) -> Tree:
 
 
 def parse_tree(text: str) -> Tree:
-    """The tree that `--tree TEXT` names: none, lookup:K, or chain:K, static,
+    """The tree that `--tree TEXT` names: none, lookup:K, or chain:K, static, medusa,
     dynamic:nodes=,levels=,top_k=, FILE.json, each of these also with +lookup:K."""
     grown, _, count = text.partition("+lookup:")
     if is_length(count) and grown.partition(":")[0] not in ("auto", "none", "lookup"):
@@ -164,8 +178,8 @@ def parse_tree(text: str) -> Tree:
         return with_lookup(NO_TREE, int(rest))
     if kind == "chain" and is_length(rest):
         return chain(int(rest))
-    if text == "static":
-        return static_tree(EAGLE1_PATHS, "static")
+    if text in FIXED:
+        return static_tree(FIXED[text], text)
     if kind == "dynamic":
         pairs = [item.partition("=")[::2] for item in rest.split(",") if rest]
         known = all(key in ("nodes", "levels", "top_k") and is_count(value) for key, value in pairs)
@@ -176,8 +190,8 @@ def parse_tree(text: str) -> Tree:
     shown = text if len(text) < 60 else f"{text[:60]}..."
     raise ValueError(
         f"tree {shown!r} is not known: give auto, none, lookup:K (1 to 64), or chain:K (1 to 64), "
-        "static, dynamic:nodes=60,levels=8,top_k=10, a FILE.json with a list of paths, each of "
-        "these also with +lookup:K"
+        "static, medusa, dynamic:nodes=60,levels=8,top_k=10, a FILE.json with a list of paths, "
+        "each of these also with +lookup:K"
     )
 
 

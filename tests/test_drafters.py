@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import json
 from dataclasses import replace
 
 import pytest
@@ -9,14 +10,18 @@ import torch
 from cuda_standin import Gpu
 from test_engine import NoWaiting
 from tiny import GOLDEN, converted, cycle_table, decode, eager, random_model, table_model
+from tiny_training import read_log, tiny_target, train, write_lines, write_target
 
+from convert_hf_checkpoint import convert
 from quantize import quantize_checkpoint
 from talon.checking import full_logits
+from talon.checkpoint import read_checkpoint
 from talon.decoder import Decoder, Generation
+from talon.drafters.medusa import MedusaConfig, MedusaHeads
 from talon.loading import fit_head, fit_tree, open_files
 from talon.sampling import SamplingConfig
 from talon.text import load
-from talon.trees import parse_tree
+from talon.trees import MEDUSA_PATHS, parse_tree
 
 SAMPLINGS = {
     "greedy": SamplingConfig(),
@@ -36,12 +41,32 @@ def small_model(model):
     return random_model(3, vocab_size=size, max_seq_length=64, **changes)
 
 
+def medusa_heads(model, own_output=True, heads=4):
+    """Random Medusa heads, mostly wrong; of the table model ones that are right."""
+    c = model.config
+    shape = (c.dim, heads, 2, c.vocab_size, c.vocab_size, own_output)
+    torch.manual_seed(7)
+    made = MedusaHeads(MedusaConfig("medusa", *shape)).requires_grad_(False).eval()
+    if not own_output:
+        made.output = model.output
+    elif c.vocab_size == 24:
+        for blocks in made.blocks:
+            for block in blocks:
+                block.weight.zero_(), block.bias.zero_()
+        for k, output in enumerate(made.outputs):
+            output.weight.copy_(model.output.weight.roll(1 + k, 0))
+    return made
+
+
 # Name -> (tree, what makes the head of a target).
 SOURCES = {
     "model chain": ("chain:4", small_model),
     "model dynamic": ("dynamic:nodes=8,levels=3,top_k=4", small_model),
     "model static": ("static", small_model),
     "model and lookup": ("chain:2+lookup:3", small_model),
+    "medusa": ("medusa", medusa_heads),
+    "medusa chain": ("chain:3", lambda model: medusa_heads(model, own_output=False)),
+    "medusa and lookup": ("chain:2+lookup:3", medusa_heads),
 }
 MODELS = {
     "random": lambda: random_model(max_seq_length=CONTEXT),
@@ -216,3 +241,129 @@ def test_a_small_model_comes_from_its_file_with_its_own_preset(quantised):
     files = open_files(quantised["fp32"], quantised["fp32"])
     with pytest.raises(ValueError, match="lower top_k"):
         fit_tree(parse_tree("dynamic:nodes=3,levels=1,top_k=100000"), files.head_config)
+
+
+# ---------------------------------------------------------------- Medusa
+
+
+def slow_state(model, ids):
+    """The state after the final norm at the last of these tokens, with nothing cached."""
+    seen = []
+    hook = model.norm.register_forward_hook(lambda module, args, output: seen.append(output))
+    full_logits(model, ids)
+    hook.remove()
+    return seen[0][-1]
+
+
+def slow_medusa(heads, paths, state, root):
+    """Section 2.1 of the paper: p(k) = softmax(W2 (SiLU(W1 h) + h)), and of each node the token
+    whose rank its path names."""
+    ranked = []
+    for blocks, output in zip(heads.blocks, heads.outputs or [heads.output] * 9, strict=False):
+        x = state
+        for block in blocks:
+            inner = block.weight @ x + block.bias
+            x = x + inner * torch.sigmoid(inner)
+        ranked.append((output.weight @ x).softmax(0).argsort(descending=True).tolist())
+    ordered = sorted(paths, key=lambda path: (len(path), path))
+    return [root] + [ranked[len(path) - 1][path[-1]] for path in ordered]
+
+
+@pytest.mark.parametrize("own_output", [True, False])
+def test_medusas_nodes_equal_the_papers_at_every_round(own_output):
+    model = MADE["random"]
+    heads = medusa_heads(model, own_output)
+    decoder = eager(model, heads, parse_tree("medusa"))
+    text, pick = [3, 17, 99, 4], decoder.picks.set(SamplingConfig())
+    text.append(decoder.prefill(text, 0, pick))
+    for _ in range(10):
+        with torch.inference_mode():
+            nodes = decoder.drafter.propose(decoder.root, decoder.at(90), pick)
+        wanted = slow_medusa(heads, MEDUSA_PATHS, slow_state(model, text[:-1]), text[-1])
+        assert nodes.tokens.tolist() == wanted and len(wanted) == 64
+        text += decoder.launch(90, pick).tokens()
+
+
+def test_heads_that_are_right_fill_their_chain_and_share_the_targets_noise():
+    for sampling in SAMPLINGS.values():
+        decoder = drafting("medusa", MADE["table"])
+        assert decode(decoder, [1, 2, 3], 60, sampling).stats.acceptance_length > 2
+    chain = eager(MADE["table"], medusa_heads(MADE["table"]), parse_tree("chain:4"))
+    assert decode(chain, [1, 2, 3], 61).stats.acceptance_length == 5
+
+
+def planted(tmp_path, prefix="", heads=3, blocks=2, stated=2, **changes):
+    """A directory as FasterDecoding publishes one; its config.json states too few heads."""
+    folder = tmp_path / f"medusa{prefix}{len(changes)}"
+    folder.mkdir()
+    tensors = {}
+    for k in range(heads):
+        for j in range(blocks):
+            tensors[f"{prefix}{k}.{j}.linear.weight"] = torch.randn(16, 16)
+            tensors[f"{prefix}{k}.{j}.linear.bias"] = torch.randn(16)
+        tensors[f"{prefix}{k}.{blocks}.weight"] = torch.randn(50, 16)
+    tensors = {name: value for name, value in (tensors | changes).items() if value is not None}
+    torch.save(tensors, folder / "medusa_lm_head.pt")
+    stated = {"medusa_num_heads": stated, "base_model_name_or_path": "lmsys/vicuna-7b-v1.3"}
+    (folder / "config.json").write_text(json.dumps(stated))
+    return folder, tensors
+
+
+@pytest.mark.parametrize("prefix", ["", "medusa_head."])
+def test_published_medusa_files_load_with_every_tensor_in_its_place(tmp_path, prefix, capsys):
+    folder, tensors = planted(tmp_path, prefix)
+    assert "medusa head" in convert(folder)
+    assert "medusa_num_heads is 2 in config.json, the weights have 3" in capsys.readouterr().err
+    file = read_checkpoint(folder / "talon.safetensors")
+    assert file.config["heads"] == 3 and file.config["blocks"] == 2
+    assert sum(spec.nbytes for spec in file.specs.values()) == sum(
+        t.nbytes for t in tensors.values()
+    )
+    for k, j in itertools.product(range(3), range(2)):
+        source = tensors[f"{prefix}{k}.{j}.linear.weight"]
+        assert torch.equal(file.tensor(f"blocks.{k}.{j}.weight"), source)
+    assert torch.equal(file.tensor("outputs.2.weight"), tensors[f"{prefix}2.2.weight"])
+    target = converted(GOLDEN / "eagle1_static_seed0" / "target", tmp_path / "talon.safetensors")
+    with pytest.raises(ValueError, match="made for a target with hidden size 16"):
+        open_files(target, folder / "talon.safetensors")
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [({"1.0.linear.bias": None}, "lacks 1.0.linear.bias"),
+     ({"2.2.weight": torch.randn(50, 8)}, "2.2.weight has shape"),
+     ({"0.2.bias": torch.randn(50)}, "no use for: 0.2.bias"),
+     ({"0.2.weight": None}, "no 0.2.weight")],
+)  # fmt: skip
+def test_medusa_files_that_do_not_add_up_are_refused_by_name(tmp_path, changes, words):
+    with pytest.raises(ValueError, match=words):
+        convert(planted(tmp_path, **changes)[0])
+
+
+def test_trees_that_medusa_cannot_fill_are_refused_and_the_preset_fits_its_heads():
+    config = medusa_heads(MADE["random"], heads=2).config
+    assert fit_tree(None, config).levels == 2
+    for tree, words in (("chain:3", "has 3 levels"), ("dynamic:nodes=4,levels=2", "is dynamic")):
+        with pytest.raises(ValueError, match=f"{words}, but these are 2 Medusa heads: give chain"):
+            fit_tree(parse_tree(tree), config)
+
+
+def test_medusa_heads_are_trained_written_and_drafted_with(tmp_path):
+    """On a target whose answers count in steps: what is learnt is guessed."""
+    target = write_target(tmp_path / "target", tiny_target())
+    ids = [[2 + (7 * n + i) % 9 for i in range(40)] for n in range(24)]
+    rows = [{"ids": row, "spans": [[6, 40]]} for row in ids]
+    data = write_lines(tmp_path / "data.jsonl", rows)
+    options = "--head", "medusa", "--unroll", 2, "--epochs", 4, "--lr", 0.01
+    head = train(target, data, tmp_path / "out", *options)
+    log = [entry for entry in read_log(tmp_path / "out") if "loss" in entry]
+    assert log[0]["levels"] == 2
+    first, last = ([e["cross_entropy"] for e in part] for part in (log[:3], log[-3:]))
+    assert sum(map(sum, last)) < sum(map(sum, first))
+    engine = load(target, head, tree="chain:2", compile=False)
+    assert "2 heads of 1 residual blocks" in engine.card["head"]
+    plain = load(target, tree="none", compile=False)
+    texts = [e.generate(ids[0][:10], max_new_tokens=30, ignore_eos=True) for e in (engine, plain)]
+    for text in texts:
+        list(text)
+    assert texts[0].tokens == texts[1].tokens

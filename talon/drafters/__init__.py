@@ -25,6 +25,10 @@ def make_source(
         from talon.drafters.small_model import ModelDrafter
 
         source = ModelDrafter(head, tree, rows, compiled)
+    elif head.config.family == "medusa":
+        from talon.drafters.medusa import MedusaDrafter
+
+        source = MedusaDrafter(head, tree, compiled)
     else:
         source = EagleDrafter(head_stage(head, rows), head.config.dim, tree, compiled)
     return WithLookup(source, tree, rows, compiled) if tree.lookup else source

@@ -2,6 +2,7 @@
 
 Leaves out: what trees there are (talon/trees.py), the forwards themselves (eagle_draft.py)."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -22,7 +23,7 @@ from eagle_draft import (
     select,
 )
 from model import At, KVCache, rope_table
-from talon.drafters.source import Compile
+from talon.drafters.source import Compile, module_bytes
 from talon.trees import Tree
 
 
@@ -32,6 +33,19 @@ class Candidates(NamedTuple):
     tokens: Tensor  # int64 [M]
     scores: Tensor  # fp32 [M], cumulative log-probabilities
     parents: Tensor | None  # int64 [M], flat; -1 is the root; None where the tree is static
+
+
+def candidate_parents(top_k: int, beams: Sequence[Tensor], device: torch.device) -> Tensor:
+    """int64 [M]: flat index of every candidate's parent, -1 the root. beams: expanded nodes."""
+    children = [beam.repeat_interleave(top_k) for beam in beams]
+    return torch.cat([torch.full((top_k,), -1, device=device), *children])
+
+
+def static_nodes(tree: Tree, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Node parents int64 [N] and ancestor mask bool [N, N] of a static tree."""
+    keep, expand = (torch.tensor(x, device=device) for x in (tree.keep, tree.expand))
+    parents = node_parents(keep, candidate_parents(tree.top_k, expand, device))
+    return parents, ancestor_mask(parents, tree.levels)
 
 
 def head_stage(head: DraftHead, rows: int) -> Stage:
@@ -49,6 +63,7 @@ class EagleDrafter:
         """dim: of the states that a level hands to the next."""
         self.stage, self.tree, self.feature_layers = stage, tree, stage.feature_layers
         device, dtype = stage.rope.device, stage.cache.data.dtype
+        self.held = stage.module.layer, stage.cache
         self.hidden = torch.zeros(1, dim, dtype=dtype, device=device)
         self.state = (self.hidden,)
         self.steps = torch.arange(tree.levels, device=device)
@@ -60,18 +75,11 @@ class EagleDrafter:
             expand = torch.tensor(tree.expand, device=device).view(tree.levels - 1, tree.beam)
             blocks = [tree.block(level) for level in range(1, tree.levels)]
             self.expand = expand - torch.tensor(blocks, device=device)[:, None]  # in their level
-            self.parents = node_parents(self.keep, self.candidate_parents(list(expand)))
-            self.ancestors = ancestor_mask(self.parents, tree.levels)
+            self.parents, self.ancestors = static_nodes(tree, device)
         self.root_children, self.grow_level = compiled(root_children), compiled(grow_level)
         self.select, self.absorb = compiled(select), compiled(absorb)
         # As in the decoder's prefill: a chunk of the prompt is compiled on a GPU only.
         self.absorb_chunk = self.absorb if device.type == "cuda" else absorb
-
-    def candidate_parents(self, beams: list[Tensor]) -> Tensor:
-        """int64 [M]: flat index of every candidate's parent, -1 the root. beams: expanded nodes."""
-        children = [beam.repeat_interleave(self.tree.top_k) for beam in beams]
-        first = torch.full((self.tree.top_k,), -1, device=self.hidden.device)
-        return torch.cat([first, *children])
 
     def levels_at(self, at: At) -> At:
         """Where the head's own entries end: those of the tree stand behind them."""
@@ -92,7 +100,7 @@ class EagleDrafter:
             tokens.append(above.tokens)
             if not self.static:  # a static tree's parents are known
                 beams.append(chosen + tree.block(level))
-        parents = None if self.static else self.candidate_parents(beams)
+        parents = None if self.static else candidate_parents(tree.top_k, beams, at.length.device)
         return Candidates(torch.cat(tokens), torch.cat(scores), parents)
 
     def propose(self, root: Tensor, at: At, pick: Pick) -> Nodes:
@@ -111,3 +119,10 @@ class EagleDrafter:
     def read(self, entries: Entries, at: At) -> None:
         """The same for a chunk of the prompt."""
         self.hidden.copy_(self.absorb_chunk(self.stage, entries, at))
+
+    def bytes_read(self, committed: float) -> float:
+        """The weights and the cached rows, once a level."""
+        head, cache = self.stage.module, self.stage.cache
+        parts = head.layer, head.output, *([head.fc] if hasattr(head, "fc") else [])
+        rows = committed * cache.data[:, :, :, 0].nbytes
+        return self.tree.levels * (sum(map(module_bytes, parts)) + rows)

@@ -7,7 +7,7 @@ out: several continuations at once, and matches across texts."""
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from eagle_draft import Entries, Nodes, Pick
 from model import At
@@ -49,7 +49,7 @@ class LookupDrafter:
     """The draft source of `lookup:K`: it keeps its own copy of the text."""
 
     feature_layers: tuple[int, ...] = ()
-    stage = None
+    held: tuple[nn.Module, ...] = ()
     state: tuple[Tensor, ...] = ()  # a rehearsed round writes only past `length`
 
     def __init__(self, tree: Tree, rows: int, device: torch.device, compiled: Compile) -> None:
@@ -72,6 +72,9 @@ class LookupDrafter:
         """The same for a chunk of the prompt, too rare to be worth compiling."""
         remember(self.history, entries.start, entries.tokens)
 
+    def bytes_read(self, committed: float) -> float:
+        return 0.0
+
 
 class WithLookup:
     """A head's tree and a looked-up chain below the same root. The same token may follow the root
@@ -79,8 +82,8 @@ class WithLookup:
 
     def __init__(self, source: EagleDrafter, tree: Tree, rows: int, compiled: Compile) -> None:
         self.source, self.tree = source, tree
-        self.feature_layers, self.stage = source.feature_layers, source.stage
-        self.state = source.state
+        self.feature_layers, self.held = source.feature_layers, source.held
+        self.state, self.bytes_read = source.state, source.bytes_read
         device, grown = source.hidden.device, tree.grown
         self.text = LookupDrafter(tree, rows, device, compiled)
         self.parents = torch.arange(grown - 1, tree.nodes - 1, device=device)

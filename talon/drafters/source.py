@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from eagle_draft import Entries, Nodes, Pick, Stage
+from eagle_draft import Entries, Nodes, Pick
 from model import At
 from talon.trees import NO_TREE, Tree
 
@@ -19,7 +19,7 @@ Compile = Callable[[Callable], Callable]  # makes a compiled region of a functio
 class DraftSource(Protocol):
     tree: Tree
     feature_layers: tuple[int, ...]  # of the target, which `learn` and `read` want
-    stage: Stage | None  # the head, if there is one
+    held: tuple[nn.Module, ...]  # weights and caches of its own
     state: tuple[Tensor, ...]  # what a round writes and a rehearsed one must give back
 
     def propose(self, root: Tensor, at: At, pick: Pick) -> Nodes: ...
@@ -28,13 +28,19 @@ class DraftSource(Protocol):
 
     def read(self, entries: Entries, at: At) -> None: ...
 
+    def bytes_read(self, committed: float) -> float: ...  # by a proposal
+
+
+def module_bytes(module: nn.Module) -> int:
+    return sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
+
 
 class RootOnly:
     """The draft source of plain decoding: a tree of one node, nothing to learn."""
 
     tree = NO_TREE
     feature_layers: tuple[int, ...] = ()
-    stage = None
+    held: tuple[nn.Module, ...] = ()
     state: tuple[Tensor, ...] = ()
 
     def __init__(self, device: torch.device) -> None:
@@ -48,3 +54,6 @@ class RootOnly:
         pass
 
     read = learn
+
+    def bytes_read(self, committed: float) -> float:
+        return 0.0

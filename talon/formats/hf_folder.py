@@ -27,6 +27,8 @@ SINGLE_FILES = ("model.safetensors", "pytorch_model.bin")
 
 INDEX_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 
+MEDUSA_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
+
 # Names of tensors that only quantised checkpoints have.
 QUANTISED = r"scale|qweight|qzeros|zero_point|g_idx|_packed$|_blocks$"
 
@@ -73,6 +75,9 @@ class HFFolder:
                 return [self.path / single]
             if os.path.lexists(self.path / index):
                 return self._read_index(self.path / index)
+        for name in MEDUSA_FILES:
+            if os.path.lexists(self.path / name):
+                return [self.path / name]
         if (self.path / "adapter_config.json").exists():
             raise ValueError(f"{self.path} holds an adapter; merge it into its base model first")
         suffixes = (".safetensors", ".bin", ".pth", ".pt", ".gguf")

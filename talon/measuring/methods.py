@@ -21,6 +21,7 @@ from eagle_draft import DraftHead
 from model import Transformer
 from talon.cli import note
 from talon.decoder import Decoder, Generation, RoundStats
+from talon.drafters.source import module_bytes
 from talon.loading import (
     Files,
     fit_tree,
@@ -30,7 +31,7 @@ from talon.loading import (
     pick_dtype,
     precision_name,
 )
-from talon.records import module_bytes, moved_bytes, peak_memory
+from talon.records import moved_bytes, peak_memory
 from talon.sampling import SamplingConfig
 from talon.trees import parse_tree
 from talon.tuning.choice import auto_tree
@@ -105,10 +106,7 @@ class TalonText(Generation):
 
 def held_bytes(decoder: Decoder) -> int:
     """Of the weights and caches that a decoder holds."""
-    held = [decoder.model, decoder.cache]
-    if decoder.drafter.stage is not None:
-        held += [decoder.drafter.stage.module.layer, decoder.drafter.stage.cache]
-    return sum(map(module_bytes, held))
+    return sum(map(module_bytes, (decoder.model, decoder.cache, *decoder.drafter.held)))
 
 
 class Head(NamedTuple):

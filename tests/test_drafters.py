@@ -10,7 +10,16 @@ import pytest
 import torch
 from cuda_standin import Gpu
 from test_engine import NoWaiting
-from tiny import GOLDEN, converted, cycle_table, decode, eager, random_model, table_model
+from tiny import (
+    GOLDEN,
+    converted,
+    cycle_table,
+    decode,
+    eager,
+    random_head,
+    random_model,
+    table_model,
+)
 from tiny_training import read_log, tiny_target, train, write_lines, write_target
 
 from convert_hf_checkpoint import convert
@@ -63,6 +72,8 @@ def medusa_heads(model, own_output=True, heads=4):
 
 # Name -> (tree, what makes the head of a target).
 SOURCES = {
+    "lookup": ("lookup:9", None),
+    "head and lookup": ("chain:2+lookup:3", random_head),
     "model chain": ("chain:4", small_model),
     "model dynamic": ("dynamic:nodes=8,levels=3,top_k=4", small_model),
     "model static": ("static", small_model),

@@ -3,6 +3,7 @@ before, nothing waits.
 """
 
 import functools
+import itertools
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from tiny import (
 from eagle_draft import Nodes, accept, ancestor_mask
 from model import At
 from talon.decoder import Decoder, Generation
-from talon.drafters.lookup import look_up, remember
+from talon.drafters.lookup import extend, look_up, look_up_tree, remember
 from talon.loading import fit_tree
 from talon.sampling import Greedy, SamplingConfig
 from talon.text import load
@@ -46,7 +47,7 @@ def continuation(text: list[int], count: int, rows: int = 32) -> list[int]:
 def slow_continuation(text: list[int], count: int) -> list[int] | None:
     """The same by plain search: None where nothing matches."""
     known = [None, *text[1:]]
-    for size in (3, 2, 1):
+    for size in range(16, 0, -1):
         end = known[-size:]
         if len(known) <= size or None in end:
             continue
@@ -55,6 +56,77 @@ def slow_continuation(text: list[int], count: int) -> list[int] | None:
                 period = len(text) - 1 - at
                 return [known[at + 1 + step % period] for step in range(count)]
     return None
+
+
+def slow_tree(text: list[int], count: int) -> list[list[int]]:
+    """The branches of lookup:K by plain search: each as long as its match earns."""
+    known, matches = [None, *text[1:]], []
+    for at in range(1, len(text) - 1):
+        size = 0
+        while size < 16 and at - size > 0 and known[at - size] == known[-1 - size]:
+            size += 1
+        matches.append((size, at))
+    branches, left = [], count
+    for _ in range(3):
+        size, at = max(matches, default=(0, 0))
+        if not size:
+            break
+        matches = [m for m in matches if known[m[1] + 1] != known[at + 1]]
+        another = max(matches, default=(0, 0))[0] and len(branches) < 2
+        earned = min(left, (1 if size == 1 else 2 * size) if another else left)
+        period = len(text) - 1 - at
+        branches.append([known[at + 1 + step % period] for step in range(earned)])
+        left -= earned
+    return [branch for branch in branches if branch]
+
+
+def tree_of(text: list[int], count: int, rows: int = 64) -> Nodes:
+    history = torch.full((rows + 1,), -1)
+    remember(history, torch.tensor([0]), torch.tensor([*text[1:], *[77] * 5]))
+    at = At(torch.tensor([len(text) - 1]), torch.arange(rows))
+    return look_up_tree(torch.tensor(text[-1:]), history, at, count)
+
+
+def test_branches_equal_a_plain_search_and_are_a_tree():
+    torch.manual_seed(2)
+    several = 0
+    for length in range(2, 50):
+        for _ in range(4):
+            text = torch.randint(3, (length,)).tolist()
+            wanted = slow_tree(text, 9)
+            if not wanted:
+                continue
+            tokens, parents, ancestors = tree_of(text, 9)
+            assert tokens.tolist() == [text[-1], *itertools.chain(*wanted)]
+            roots = list(itertools.accumulate((len(branch) for branch in wanted), initial=1))[:-1]
+            assert parents.tolist() == [0] + [0 if v in roots else v - 1 for v in range(1, 10)]
+            assert torch.equal(ancestors, ancestor_mask(parents, 9))
+            several += len(wanted) > 1
+    assert several > 50
+
+
+def test_a_long_match_earns_all_tokens_and_a_short_one_shares_them():
+    copied = [9, 1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3, 4]
+    assert tree_of(copied, 7).tokens.tolist() == [4, 5, 6, 7, 8, 1, 2, 3]
+    assert tree_of([9, 4, 5, 4, 6, 6, 7, 4], 3).parents.tolist() == [0, 0, 0, 2]
+
+
+def test_the_chain_goes_on_where_the_tree_stops_agreeing_with_it():
+    """Behind 1 2 3 came 4 5 6 7. The tree holds 4 with 5 and 8 below it, and 9."""
+    text = [9, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3]
+    history = torch.full((33,), -1)
+    remember(history, torch.tensor([0]), torch.tensor(text[1:]))
+    at, parents = At(torch.tensor([11]), torch.arange(32)), torch.tensor([0, 0, 0, 1, 1])
+    for tokens, last, chain in (
+        ([3, 4, 9, 8, 5], 4, [6, 7]),
+        ([3, 4, 9, 8, 1], 1, [5, 6]),
+        ([3, 2, 9, 8, 5], 0, [4, 5]),
+    ):
+        nodes = Nodes(torch.tensor(tokens), parents, ancestor_mask(parents, 3))
+        found = extend(nodes, history, at, (2, 2))
+        assert found.tokens.tolist() == tokens + chain
+        assert found.parents.tolist() == [*parents.tolist(), last, 5]
+        assert torch.equal(found.ancestors, ancestor_mask(found.parents, 5))
 
 
 def test_the_longest_and_then_the_latest_match_is_continued():
@@ -192,9 +264,10 @@ def test_both_sources_lie_below_one_root():
             decoder.prefill([3, 5, 7, 3, 5], 0, Greedy())
             nodes[tree] = decoder.drafter.propose(decoder.root, decoder.at(64), Greedy())
     tokens, parents, ancestors = nodes[f"{grown}+lookup:3"]
-    assert tokens.tolist() == [*nodes[grown][0].tolist(), *nodes["lookup:3"][0].tolist()[1:]]
-    assert parents.tolist() == [*nodes[grown][1].tolist(), 0, 6, 7]
-    assert torch.equal(ancestors, ancestor_mask(parents, 4))
+    assert tokens[:6].tolist() == nodes[grown][0].tolist()
+    assert tokens[6:].tolist() == nodes["lookup:3"][0].tolist()[1:]  # the head says otherwise
+    assert parents[:6].tolist() == nodes[grown][1].tolist() and parents[7:].tolist() == [6, 7]
+    assert torch.equal(ancestors, ancestor_mask(parents, 6))
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
@@ -242,16 +315,16 @@ def test_a_round_launched_ahead_of_the_last_one_fits_into_the_caches():
     decoder = eager(model, table_head(model), tree, context=200)
     with torch.inference_mode():
         decoder.prefill([i % 24 for i in range(198)], 0, Greedy())
-        for start in (198, 198 + 65):
+        for start in (198, 198 + 68):
             decoder.round(decoder.at(start + tree.reach), Greedy())
             count, *tokens = decoder.result.tolist()
-            assert count == 65 and tokens == [(start + 1 + i) % 24 for i in range(65)]
+            assert count == 68 and tokens == [(start + 1 + i) % 24 for i in range(68)]
 
 
 def test_a_tree_with_a_lookup_is_named_and_counted():
     tree = parse_tree("dynamic:nodes=8,levels=2,top_k=4+lookup:5")
     assert tree.name == "dynamic:nodes=8,levels=2,top_k=4+lookup:5"
-    assert (tree.nodes, tree.grown, tree.levels, tree.depth) == (13, 8, 2, 5)
+    assert (tree.nodes, tree.grown, tree.levels, tree.depth) == (13, 8, 2, 7)
     wrong = (
         "+lookup:3", "auto+lookup:3", "none+lookup:3", "lookup:2+lookup:3", "chain:2lookup:3",
         "chain:2+", "chain:2+lookup:0", "chain:2+lookup:3+lookup:3", "chain:2 + lookup:3",

@@ -83,7 +83,9 @@ def test_counted_acceptance_is_exactly_that_of_decoding(recording, text):
     elif tree.needs_head:
         paths = EAGLE1_PATHS if text == "static" else [[0] * d for d in range(1, tree.levels + 1)]
         accepted = acceptance.paths_accepted(recording, paths)
-    longer = np.maximum(accepted, np.minimum(recording.looked_up, tree.lookup))
+    longer = np.maximum(accepted, np.minimum(recording.looked_up, accepted + tree.lookup))
+    if not tree.needs_head:
+        longer = recording.alone[:, acceptance.LOOKUPS.index(tree.lookup)]
     real = measured(tree, SamplingConfig(1.0, seed=3))
     assert recording.accepted_per_round(longer) == pytest.approx(real)
 
@@ -106,6 +108,7 @@ def test_nothing_behind_a_stop_token_is_counted():
     recording = acceptance.record(endless, [[1, 2, 3]], 100, GREEDY)
     assert recording.counts == [100]
     assert recording.looked_up[30:].tolist() == [acceptance.LOOKED_AHEAD] * 70  # to the last one
+    assert recording.alone[50:].tolist() == [list(acceptance.LOOKUPS)] * 50
 
 
 def test_what_the_wide_tree_does_not_cover_is_counted_as_wrong(recording):
@@ -121,7 +124,7 @@ def test_what_the_wide_tree_does_not_cover_is_counted_as_wrong(recording):
 
 def test_rounds_go_on_behind_what_they_accepted():
     empty = np.zeros((0, 0))
-    recording = Recording(NO_TREE, empty, empty, empty, empty, [4, 0, 3])
+    recording = Recording(NO_TREE, empty, empty, empty, empty, empty, [4, 0, 3])
     assert recording.accepted_per_round(np.array([2, 9, 9, 0, 1, 9, 0])) == (2 + 0 + 1 + 0) / 4
     assert recording.accepted_per_round(np.zeros(7, dtype=int)) == 0
 
@@ -345,14 +348,14 @@ UNUSABLE = {
     "no JSON": "{",
     "a list": "[]",
     "nested deeply": "[" * 100_000,
-    "no tree": '{"version": 5, "choices": {"a": {"tree": "oak", "gain": 2}}}',
-    "a number": '{"version": 5, "choices": {"a": {"tree": 7, "gain": 2}}}',
-    "wider than the head": '{"version": 5, "choices": {"a": {"tree": '
+    "no tree": '{"version": 6, "choices": {"a": {"tree": "oak", "gain": 2}}}',
+    "a number": '{"version": 6, "choices": {"a": {"tree": 7, "gain": 2}}}',
+    "wider than the head": '{"version": 6, "choices": {"a": {"tree": '
     '"dynamic:nodes=400,levels=1,top_k=400", "gain": 2}}}',
-    "larger than trees may be": '{"version": 5, "choices": {"a": {"tree": '
+    "larger than trees may be": '{"version": 6, "choices": {"a": {"tree": '
     '"dynamic:nodes=2000,levels=60,top_k=60", "gain": 2}}}',
-    "a file that is gone": '{"version": 5, "choices": {"a": {"tree": "x.json", "gain": 2}}}',
-    "no gain": '{"version": 5, "choices": {"a": {"tree": "none"}}}',
+    "a file that is gone": '{"version": 6, "choices": {"a": {"tree": "x.json", "gain": 2}}}',
+    "no gain": '{"version": 6, "choices": {"a": {"tree": "none"}}}',
 }
 
 

@@ -16,12 +16,13 @@ from eagle_draft import Entries, Pick
 from model import At
 from talon.decoder import Decoder
 from talon.drafters.eagle import Candidates
-from talon.drafters.lookup import look_up
+from talon.drafters.lookup import look_up, look_up_tree
 from talon.drafters.source import RootOnly
 from talon.sampling import SamplingConfig
 from talon.trees import Tree
 
 LOOKED_AHEAD = 16  # tokens of a lookup that are compared
+LOOKUPS = (2, 3, 5, 7, 10, 15)  # tokens looked up alone
 END = -1  # in a recorded text for its stop token: no guess, since a round gives it anyway
 
 
@@ -32,13 +33,15 @@ class Recording:
 
     scores: fp64 [R, M]; parents: int64 [R, M], flat; truth: int64 [R, L], flat index of the true
     token's candidate at each depth, -1 from the first depth at which the recorded candidates miss
-    it; looked_up: int64 [R], true tokens of a lookup; counts: positions of each text."""
+    it; looked_up: int64 [R], true tokens of a lookup; alone: int64 [R, len(LOOKUPS)], accepted of
+    the trees lookup:K; counts: positions of each text."""
 
     tree: Tree
     scores: np.ndarray
     parents: np.ndarray
     truth: np.ndarray
     looked_up: np.ndarray
+    alone: np.ndarray
     counts: list[int]
 
     @property
@@ -74,10 +77,11 @@ def record(
         count = max(min(len(seen), len(padded) - len(ids) - beyond), 0)
         for at, (tokens, scores, parents) in enumerate(seen[:count], start=len(ids)):
             truth = true_path(tree, tokens, parents, padded[at + 1 : at + 1 + tree.levels])
-            found = looked_up(text, at, padded[at + 1 : at + 1 + LOOKED_AHEAD])
-            rows.append((scores.astype(np.float64), parents, truth, found))
+            ahead = padded[at + 1 : at + 1 + LOOKED_AHEAD]
+            row = scores.astype(np.float64), parents, truth, *looked_up(text, at, ahead)
+            rows.append(row)
         counts.append(count)
-    return Recording(tree, *(np.array([row[part] for row in rows]) for part in range(4)), counts)
+    return Recording(tree, *(np.array([row[part] for row in rows]) for part in range(5)), counts)
 
 
 @torch.inference_mode()
@@ -120,11 +124,18 @@ def true_path(tree: Tree, tokens: np.ndarray, parents: np.ndarray, ahead: list[i
     return path + [-1] * (len(ahead) - len(path))
 
 
-def looked_up(text: list[int], root: int, ahead: list[int]) -> int:
-    """How many tokens of a lookup from position `root` on are those that came."""
-    history, slots = torch.tensor([-1, *text[1:]]), torch.arange(len(text))
-    guesses = look_up(history, At(torch.tensor([root]), slots), len(ahead)).tolist()
-    return next((i for i in range(len(ahead)) if guesses[i] != ahead[i]), len(ahead))
+def looked_up(text: list[int], root: int, ahead: list[int]) -> tuple[int, list[int]]:
+    """How many tokens of a lookup from position `root` on are those that came; and how many each of
+    the trees of LOOKUPS has accepted."""
+    history, alone = torch.tensor([-1, *text[1 : root + 1], -1]), []
+    at, came = At(torch.tensor([root]), torch.arange(root + 1)), torch.tensor(ahead)
+    for count in LOOKUPS:
+        tokens, parents, ancestors = look_up_tree(history[root : root + 1], history, at, count)
+        right = tokens == came[ancestors.sum(1) - 2]
+        right[0] = True
+        alone.append(int((ancestors.sum(1) * ~(ancestors & ~right).any(1)).max()) - 1)
+    same = look_up(history, at, len(ahead)) == came
+    return int(same.long().cumprod(0).sum()), alone
 
 
 def paths_accepted(recording: Recording, paths: Iterable[Iterable[int]]) -> np.ndarray:

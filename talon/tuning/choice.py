@@ -33,13 +33,12 @@ from talon.prompts import tuning_prompts
 from talon.sampling import GREEDY, SamplingConfig
 from talon.trees import EAGLE1_PATHS, NO_TREE, Tree, parse_tree, static_tree, with_lookup
 from talon.tuning import acceptance
-from talon.tuning.acceptance import Recording, paths_accepted
+from talon.tuning.acceptance import LOOKUPS, Recording, paths_accepted
 from talon.tuning.costs import Costs, head_costs, medians, take_turns, target_pass
 from talon.writing import atomic_file
 
 ROWS = (1, 3, 6, 8, 16, 32, 64)  # of a target forward; other counts are interpolated
 BEAMS = (1, 4, 10)  # of a draft level
-LOOKUPS = (2, 3, 5, 7, 10, 15)  # tokens looked up alone
 ADDED_LOOKUPS = (2, 3, 5)  # next to a head's tree
 NODES = (4, 8, 16, 24, 32, 48, 64)  # of the static and dynamic trees that are considered
 PROBE_LEVELS, PROBE_WIDTH = 8, 10  # of the tree whose candidates are recorded
@@ -48,7 +47,7 @@ RECORDING_S = 90  # so many prompts are recorded as take about this long, but no
 RACED = 5  # prompts whose rounds are timed
 LEAST_GAIN = 1.02  # over plain decoding; less is noise, and plain is simpler
 SHORTEST = 64  # a context below this leaves nothing to measure: the preset stays
-VERSION = 5  # of the file; a stored choice counts for the kernels it was measured with
+VERSION = 6  # of the file; a stored choice counts for the kernels it was measured with
 DAMAGE = (ValueError, KeyError, TypeError, AttributeError, RecursionError)  # of such a file
 
 Paths = Sequence[Sequence[int]] | None  # rank paths of a static tree that is made here
@@ -80,13 +79,15 @@ def candidates(recording: Recording, costs: Costs) -> list[Candidate]:
 
 def all_trees(recording: Recording) -> Iterator[tuple[str, Tree, np.ndarray, Paths]]:
     """What a head may grow, without and with a lookup, and a lookup alone."""
-    found = {count: np.minimum(recording.looked_up, count) for count in LOOKUPS}
+    right = recording.looked_up
     for kind, tree, accepted, paths in grown_trees(recording):
         yield kind, tree, accepted, paths
         for count in ADDED_LOOKUPS:
-            yield "both", with_lookup(tree, count), np.maximum(accepted, found[count]), paths
-    for count in LOOKUPS:
-        yield "lookup", with_lookup(NO_TREE, count), found[count], None
+            # Where more was looked up rightly than the tree has, it goes on behind the tree.
+            both = np.maximum(accepted, np.minimum(right, accepted + count))
+            yield "both", with_lookup(tree, count), both, paths
+    for count, alone in zip(LOOKUPS, recording.alone.T, strict=True):
+        yield "lookup", with_lookup(NO_TREE, count), alone, None
 
 
 def grown_trees(recording: Recording) -> Iterator[tuple[str, Tree, np.ndarray, Paths]]:

@@ -261,7 +261,7 @@ def grow_level(
     tokens, hidden, scores, seen = tokens[chosen], hidden[parent], scores[chosen], seen[parent]
     own = step * beam + torch.arange(beam, device=tokens.device)
     seen = seen | (torch.arange(seen.shape[1], device=tokens.device) == own[:, None])
-    position = (at.length + step).expand(beam)  # of the entry
+    position = (at.length + step).repeat(beam)  # of the entry
     place = head.module.place(head.rope, position, at.length + own, at, seen)
     hidden = head.module(tokens, hidden, place, head.cache.layer(0))
     logits = head.module.logits(hidden)

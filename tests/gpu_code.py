@@ -118,12 +118,15 @@ def linear_code(form: str, rows: int, dtype: str = "bf16", end: str = "plain", *
     types |= {} if form == "16" else {"scales": "*i32" if int4 else "*fp32"}
     types |= {"residual": f"*{dtype}"} if end == "plain" else {}
     if end == "qkv":
-        types |= {"rope": "*fp32", "positions": "*i64", "slots": "*i64", "kv": f"*{dtype}"}
-    types |= dict.fromkeys(("turns", "T", "N", "K", "part", "groups", "apart", "G", "R"), "i32")
+        types |= {"rope": "*fp32", "length": "*i64", "ancestors": "*i1", "kv": f"*{dtype}"}
+    types |= dict.fromkeys(
+        ("turns", "nodes", "T", "N", "K", "part", "groups", "apart", "G", "R"), "i32"
+    )
     constants = {
         "FORM": "int8" if rounded else form, "END": end, "ROWS": rows,
         "COLUMNS": 64 if int4 and rows == 64 else 128, "INNER": 128 if int4 and group > 32 else 64,
         "TWO": int4 and group < 128, "EVEN": even, "STAGES": 3 if form == "16" or rows > 16 else 4,
+        "NODES": 64,
     }  # fmt: skip
     return machine_code(linear_kernel, types, constants, ("N", "K", "apart"), target=target)
 

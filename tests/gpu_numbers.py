@@ -132,16 +132,18 @@ def test_a_row_of_a_linear_does_not_depend_on_the_rows_next_to_it(mode, fixed_or
         assert torch.equal(layer(x[rows]), together[rows])
 
 
+@pytest.mark.parametrize("tree", [False, True])
 @pytest.mark.parametrize("size", [16, 64, 80, 96, 128])
-def test_queries_and_keys_are_rotated_and_keys_and_values_cached(size):
-    rows, heads, groups, slots_there = 5, 4, 2, 30
+def test_queries_and_keys_are_rotated_and_keys_and_values_cached(size, tree):
+    rows, heads, groups, length = 5, 4, 2, 20
     linear = make_linear("", 96, (heads + 2 * groups) * size)
-    x, slots = torch.randn(rows, 96).half(), torch.randperm(slots_there)[:rows]
-    table, positions = rope_table(50, size, 10000.0, None), torch.randint(0, 50, (rows,))
-    rope = table[:, positions]
-    kv = torch.zeros(2, groups, slots_there, size).half()
-    layer = GpuLinear(linear, torch.float16)
-    queries = layer.multiply((x, None), "qkv", None, table, positions, slots, kv)
+    x, tree = torch.randn(rows, 96).half(), tree_of(9)[4:] if tree else None
+    slots = length + torch.arange(rows) + (4 if tree is not None else 0)
+    positions = slots if tree is None else length + tree.sum(1) - 1
+    table = rope_table(50, size, 10000.0, None)
+    rope, kv = table[:, positions], torch.zeros(2, groups, 30, size).half()
+    layer, place = GpuLinear(linear, torch.float16), (table, torch.tensor([length]), tree)
+    queries = layer.multiply((x, None), "qkv", None, *place, kv)
     y = (x.float() @ linear.weight.float().t() + linear.bias.float()).view(rows, -1, size)
     q, k, v = y.split((heads, groups, groups), 1)
     cached = torch.zeros(kv.shape)
@@ -376,7 +378,7 @@ def forward(model: Transformer, tree, dtype: torch.dtype, run=lambda f, *x: f(*x
     cache = KVCache(c.n_layer, c.n_kv_head, 64, c.head_dim, dtype)
     cache.data.copy_(torch.randn(cache.data.shape, generator=torch.Generator().manual_seed(3)))
     table, at = rope_table(64, c.head_dim, 1e4, None), At(torch.tensor([40]), torch.arange(64))
-    place = model.place(table, tokens + 40, tokens + 40, at, tree)
+    place = model.place(table, tree.sum(1) + 39, tokens + 40, at, tree)
     return run(lambda *given: model.output(model(*given)[0]), tokens, place, cache), cache.data
 
 

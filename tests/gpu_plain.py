@@ -66,7 +66,7 @@ def weights_of(weight: Tensor, scales: Tensor | None, inputs: int, outputs: int)
 
 def plain_linear(
     x, beside, weight, scales, bias, arrived, outputs, end, dtype, residual=None, rope=None,
-    positions=None, slots=None, kv=None,
+    length=None, ancestors=None, kv=None,
 ) -> Tensor:  # fmt: skip
     y = x.double() @ weights_of(weight, scales, x.shape[1], outputs).t()
     if x.dtype == torch.int8:
@@ -80,6 +80,10 @@ def plain_linear(
         return (y if residual is None else y + residual.double()).to(dtype)
     groups, size = kv.shape[1], kv.shape[3]
     q, k, v = y.view(len(y), -1, size).split((outputs // size - 2 * groups, groups, groups), 1)
+    positions = slots = length + torch.arange(len(y), device=y.device)
+    if ancestors is not None:
+        index = torch.arange(ancestors.shape[1], device=y.device)
+        positions, slots = length + ancestors.sum(1) - 1, length + (ancestors * index).amax(1)
     turned = rope[:, positions].double()
     new = torch.stack((rotate(k, turned), v)).transpose(1, 2)
     kv.index_copy_(2, slots, new.to(kv.dtype))

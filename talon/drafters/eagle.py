@@ -27,12 +27,36 @@ from talon.drafters.source import Compile, module_bytes
 from talon.trees import Tree
 
 
+class Grown(NamedTuple):
+    """All that a head has grown below the root, level by level."""
+
+    tokens: list[Tensor]  # int64 [K], then [B * K] each
+    scores: list[Tensor]  # fp32, cumulative log-probabilities
+    chosen: list[Tensor]  # int64 [B] each, which of the level above
+
+
 class Candidates(NamedTuple):
-    """All that a head has grown below the root, in the flat order of Tree."""
+    """The same in the flat order of Tree."""
 
     tokens: Tensor  # int64 [M]
-    scores: Tensor  # fp32 [M], cumulative log-probabilities
-    parents: Tensor | None  # int64 [M], flat; -1 is the root; None where the tree is static
+    scores: Tensor  # fp32 [M]
+    parents: Tensor  # int64 [M], flat; -1 is the root
+
+
+def flat(grown: Grown) -> Candidates:
+    """All levels as one."""
+    tokens, block, beams = torch.cat(grown.tokens), 0, []
+    for chosen, above in zip(grown.chosen, grown.tokens, strict=False):
+        beams.append(chosen + block)
+        block += len(above)
+    parents = candidate_parents(len(grown.tokens[0]), beams, tokens.device)
+    return Candidates(tokens, torch.cat(grown.scores), parents)
+
+
+def keep_best(root: Tensor, grown: Grown, count: int, levels: int) -> Nodes:
+    """The root and the `count` best candidates below it."""
+    kept, parents, ancestors = select(*flat(grown), count, levels)
+    return Nodes(torch.cat((root, kept)), parents, ancestors)
 
 
 def candidate_parents(top_k: int, beams: Sequence[Tensor], device: torch.device) -> Tensor:
@@ -66,7 +90,7 @@ class EagleDrafter:
         self.held = stage.module.layer, stage.cache
         self.hidden = torch.zeros(1, dim, dtype=dtype, device=device)
         self.state = (self.hidden,)
-        self.steps = torch.arange(tree.levels, device=device)
+        self.steps = [torch.full((1,), level, device=device) for level in range(tree.levels)]
         slots = (tree.levels - 1) * tree.beam
         self.unseen = torch.zeros(tree.beam, slots, dtype=torch.bool, device=device)
         self.static = tree.keep is not None
@@ -77,7 +101,7 @@ class EagleDrafter:
             self.expand = expand - torch.tensor(blocks, device=device)[:, None]  # in their level
             self.parents, self.ancestors = static_nodes(tree, device)
         self.root_children, self.grow_level = compiled(root_children), compiled(grow_level)
-        self.select, self.absorb = compiled(select), compiled(absorb)
+        self.keep_best, self.absorb = compiled(keep_best), compiled(absorb)
         # As in the decoder's prefill: a chunk of the prompt is compiled on a GPU only.
         self.absorb_chunk = self.absorb if device.type == "cuda" else absorb
 
@@ -85,32 +109,29 @@ class EagleDrafter:
         """Where the head's own entries end: those of the tree stand behind them."""
         return at
 
-    def grow(self, at: At, pick: Pick) -> Candidates:
+    def grow(self, at: At, pick: Pick) -> Grown:
         """Run the head level by level. EAGLE-2, section 4.1, for a dynamic tree."""
         tree, head, behind = self.tree, self.stage, self.levels_at(at)
         sizes = tree.beam, tree.top_k
         first = self.root_children(head, self.hidden, at, pick, sizes)
         above = Level(*first, self.unseen)
-        scores, tokens, beams = [above.scores[: tree.top_k]], [above.tokens[: tree.top_k]], []
+        tokens, scores, beams = [above.tokens[: tree.top_k]], [above.scores[: tree.top_k]], []
         for level in range(1, tree.levels):
             chosen = self.expand[level - 1] if self.static else None
-            step = self.steps[level - 1 : level]
+            step = self.steps[level - 1]
             chosen, above = self.grow_level(head, chosen, above, step, behind, pick)
-            scores.append(above.scores)
             tokens.append(above.tokens)
-            if not self.static:  # a static tree's parents are known
-                beams.append(chosen + tree.block(level))
-        parents = None if self.static else candidate_parents(tree.top_k, beams, at.length.device)
-        return Candidates(torch.cat(tokens), torch.cat(scores), parents)
+            scores.append(above.scores)
+            beams.append(chosen)
+        return Grown(tokens, scores, beams)
 
     def propose(self, root: Tensor, at: At, pick: Pick) -> Nodes:
         """Grow and select."""
-        tokens, scores, parents = self.grow(at, pick)
+        grown = self.grow(at, pick)
         if self.static:
-            return Nodes(torch.cat((root, tokens[self.keep])), self.parents, self.ancestors)
-        count, levels = self.tree.grown - 1, self.tree.levels
-        kept, parents, ancestors = self.select(tokens, scores, parents, count, levels)
-        return Nodes(torch.cat((root, kept)), parents, ancestors)
+            tokens = torch.cat(grown.tokens)[self.keep]
+            return Nodes(torch.cat((root, tokens)), self.parents, self.ancestors)
+        return self.keep_best(root, grown, self.tree.grown - 1, self.tree.levels)
 
     def learn(self, entries: Entries, at: At) -> None:
         """Catch up after a round: the head's state at the last true entry starts the next tree."""

@@ -29,12 +29,11 @@ Rows = tuple[Tensor, Tensor | None]  # in the form that a layer takes, and what 
 
 
 class GpuPlace(NamedTuple):
-    """Where the T tokens of a forward stand, and what they see: the committed slots, and behind
-    them those of their ancestors, or where there are none of all tokens before them."""
+    """What the T tokens of a forward see: the committed slots, and behind them those of their
+    ancestors and of themselves, or where there are none of all tokens up to them. That says
+    their slots and their positions too."""
 
     rope: Tensor  # fp32 [2, R, D], of all positions
-    positions: Tensor  # int64 [T]
-    slots: Tensor  # int64 [T]
     length: Tensor  # int64 [1]
     ancestors: Tensor | None  # bool [T, N]
 
@@ -43,7 +42,7 @@ def place(
     rope: Tensor, positions: Tensor, slots: Tensor, at: At, ancestors: Tensor | None = None
 ) -> GpuPlace:
     """As `model.place`."""
-    return GpuPlace(rope, positions, slots, at.length, ancestors)
+    return GpuPlace(rope, at.length, ancestors)
 
 
 def tiled(weight: Tensor, width: int) -> Tensor:
@@ -154,8 +153,8 @@ class GpuAttention(nn.Module):
 
     def forward(self, x: Tensor | Rows, place: GpuPlace, kv: Tensor, residual: Tensor) -> Tensor:
         rows, wo = x if isinstance(x, tuple) else self.wqkv.ready(x), self.wo
-        rope, positions, slots, *seen = place
-        q = self.wqkv.multiply(rows, "qkv", None, rope, positions, slots, kv)
+        rope, *seen = place
+        q = self.wqkv.multiply(rows, "qkv", None, rope, *seen, kv)
         rows = ops.attend_tree(q, kv, *seen, wo.factors, self.arrived, wo.form, wo.group)
         return wo.multiply(rows, "plain", residual)
 

@@ -91,16 +91,25 @@ def add_groups(acc, both, x1, x2, pair_at, sums_at, live, wide, TWO: tl.constexp
 
 
 @triton.jit
-def write_qkv(low, high, row, pair, out, rope, turns, positions, slots, kv, T, HEADS, G, R, HALF):
+def write_qkv(
+    low, high, row, pair, out, rope, turns, length, ancestors, nodes, kv, T, HEADS, G, R, HALF,
+    NODES: tl.constexpr,
+):  # fmt: skip
     """Rotate pairs (of head pair // HALF) of queries and keys. Queries go out, the rest to kv."""
     head, i = pair // HALF, pair % HALF
-    position = tl.load(positions + row, mask=row < T, other=0)
+    slot = tl.load(length) + row
+    position = slot
+    if ancestors is not None:  # a node stands behind the ones above it, in the slot of the last bit
+        u = tl.arange(0, NODES)[:, None]
+        mine = tl.load(ancestors + row * nodes + u, mask=(row < T) & (u < nodes), other=0)
+        mine = mine.to(tl.int32)
+        position += (tl.sum(mine, 0) - 1)[None, :] - row
+        slot += tl.max(mine * u, 0)[None, :] - row
     at, turned = rope + position * 2 * HALF + i, (row < T) & (head < HEADS + G)
     cos = tl.load(at, mask=turned, other=1)
     sin = tl.load(at + turns * 2 * HALF, mask=turned, other=0)
     a = tl.fma(low, cos, -(high * sin)).to(out.dtype.element_ty)
     b = tl.fma(high, cos, low * sin).to(out.dtype.element_ty)
-    slot = tl.load(slots + row, mask=row < T, other=0)
     q_at = out + ((row * HEADS + head) * 2 * HALF + i).to(tl.int64)
     kv_at = kv + ((head - HEADS) * R + slot) * 2 * HALF + i  # the groups' keys, then their values
     at, live = tl.where(head < HEADS, q_at, kv_at), (row < T) & (head < HEADS + 2 * G)
@@ -109,27 +118,30 @@ def write_qkv(low, high, row, pair, out, rope, turns, positions, slots, kv, T, H
 
 
 @triton.jit
-def all_parts(acc, parts, arrived, COLUMNS: tl.constexpr, ROWS: tl.constexpr):
-    """The sum of a tile's parts in fixed order for the program that arrives last; if it is that."""
-    split, last = tl.num_programs(1), tl.num_programs(1) == 1
+def all_parts(acc, parts, arrived, live, COLUMNS: tl.constexpr, ROWS: tl.constexpr):
+    """The sum of a tile's parts in fixed order for the program that arrives last, which has its own
+    at hand; if it is that. live: which rows there are."""
+    split, last, own = tl.num_programs(1), tl.num_programs(1) == 1, acc
     if split > 1:
         tile = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
         i = tl.arange(0, COLUMNS)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
         at = parts + tile.to(tl.int64) * split * COLUMNS * ROWS + i
-        tl.store(at + tl.program_id(1) * COLUMNS * ROWS, acc)
+        tl.store(at + tl.program_id(1) * COLUMNS * ROWS, acc, mask=live)
         last = last_to_arrive(arrived + tile, split)
         if last:
-            acc = tl.zeros_like(acc)
-            for _ in range(split):
-                acc += tl.load(at, cache_modifier=".cg")
+            acc, mine = tl.zeros_like(acc), tl.zeros_like(i) + tl.program_id(1)
+            for part in range(split):
+                found = tl.load(at, mask=live & (mine != part), other=0, cache_modifier=".cg")
+                acc += tl.where(mine == part, own, found)
                 at += COLUMNS * ROWS
     return acc, last
 
 
 @triton.jit
 def finish(
-    y, row, n, kept, beside, scales, bias, residual, out, rope, turns, positions, slots, kv, T, N,
-    apart, G, R, FORM: tl.constexpr, END: tl.constexpr, ROUNDED: tl.constexpr,
+    y, row, n, kept, beside, scales, bias, residual, out, rope, turns, length, ancestors, nodes, kv,
+    T, N, apart, G, R,
+    FORM: tl.constexpr, END: tl.constexpr, ROUNDED: tl.constexpr, NODES: tl.constexpr,
 ):  # fmt: skip
     """Scale, bias and END. Where a product is added to it says so, or compilers join some only."""
     y, live = y.to(tl.float32), row < T
@@ -154,16 +166,17 @@ def finish(
             tl.store(out + row.to(tl.int64) * (N // 2) + pair, y, mask=live & (pair < N // 2))
         else:
             heads = N // (2 * apart) - 2 * G
-            rest = rope, turns, positions, slots, kv, T, heads, G, R, apart
-            write_qkv(low, high, row, pair, out, *rest)
+            place = rope, turns, length, ancestors, nodes, kv
+            write_qkv(low, high, row, pair, out, *place, T, heads, G, R, apart, NODES)
 
 
 @triton.jit(do_not_specialize=["T"])
 def linear_kernel(
-    x, beside, weight, scales, bias, residual, out, parts, arrived, rope, turns, positions, slots,
-    kv, T, N, K, part, groups, apart, G, R,
+    x, beside, weight, scales, bias, residual, out, parts, arrived, rope, turns, length, ancestors,
+    nodes, kv, T, N, K, part, groups, apart, G, R,
     FORM: tl.constexpr, END: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     INNER: tl.constexpr, TWO: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
+    NODES: tl.constexpr,
 ):  # fmt: skip
     """A block of ROWS rows, a part (of so many steps of INNER inputs), COLUMNS outputs. apart: from
     one output of a pair to the other, where END wants pairs; parts: room for the parts' sums."""
@@ -206,11 +219,11 @@ def linear_kernel(
         w_at += INNER if FORM == "16" else 128 * BYTES
         x_at += INNER
         k += INNER
-    acc, last = all_parts(acc, parts, arrived, COLUMNS, ROWS)
+    acc, last = all_parts(acc, parts, arrived, live, COLUMNS, ROWS)
     if last:
         finish(
-            acc, row, n, kept, beside, scales, bias, residual, out, rope, turns, positions, slots,
-            kv, T, N, apart, G, R, FORM, END, dtype == tl.int8,
+            acc, row, n, kept, beside, scales, bias, residual, out, rope, turns, length, ancestors,
+            nodes, kv, T, N, apart, G, R, FORM, END, dtype == tl.int8, NODES,
         )  # fmt: skip
 
 
@@ -227,15 +240,16 @@ def split_of(outputs: int, inputs: int, device: torch.device) -> int:
 def linear(
     x: Tensor, beside: Tensor | None, weight: Tensor, scales: Tensor | None, bias: Tensor | None,
     arrived: Tensor, outputs: int, end: str, dtype: torch.dtype, residual: Tensor | None = None,
-    rope: Tensor | None = None, positions: Tensor | None = None, slots: Tensor | None = None,
+    rope: Tensor | None = None, length: Tensor | None = None, ancestors: Tensor | None = None,
     kv: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Rows x [T, K] times a layer's weights, in `dtype`: [T, outputs], half of it if `end` is silu.
 
-    arrived: int32, zero; residual: [T, outputs]. For qkv: rope fp32 [2, P, D], positions and slots
-    int64 [T], kv [2, G, R, D]; returns queries [T, H, D]. That kv is written is not told to
-    torch.compile, whose regions until 2.13 bear no operator that both writes and returns; order is
-    safe all the same, since whoever reads kv takes the queries too."""
+    arrived: int32, zero; residual: [T, outputs]. For qkv: rope fp32 [2, P, D], kv [2, G, R, D],
+    length and ancestors as in gpu_attention.py, which also say the rows' positions and slots;
+    returns queries [T, H, D]. That kv is written is not told to torch.compile, whose regions until
+    2.13 bear no operator that both writes and returns; order is safe all the same, since whoever
+    reads kv takes the queries too."""
     (rows, inputs), short = x.shape, x.dtype == torch.int8
     form = {torch.int8: "int8", torch.uint8: "int4"}.get(weight.dtype, "16")
     block = next((size for size in (8, 16, 32) if size >= rows and size >= 16 * short), 64)
@@ -250,13 +264,16 @@ def linear(
     x, residual = (t if t is None else t.contiguous() for t in (x, residual))
     out = new_out(x, beside, weight, scales, bias, arrived, outputs, end, dtype, kv=kv)
     _, group, there, width = (2, 0, 0, outputs) if kv is None else kv.shape
-    turns = 0 if rope is None else rope.shape[1]
+    turns, nodes = (
+        0 if rope is None else rope.shape[1],
+        0 if ancestors is None else ancestors.shape[1],
+    )
     linear_kernel[(blocks, split, tiles)](
-        x, beside, weight, scales, bias, residual, out, parts, arrived, rope, turns, positions,
-        slots, kv, rows, outputs, inputs, part, groups, width // 2, group, there,
+        x, beside, weight, scales, bias, residual, out, parts, arrived, rope, turns, length,
+        ancestors, nodes, kv, rows, outputs, inputs, part, groups, width // 2, group, there,
         FORM=form, END=end, ROWS=block, COLUMNS=columns, INNER=inner, EVEN=inputs % inner == 0,
         TWO=form == "int4" and groups == 2 * weight.shape[1], num_warps=4,
-        STAGES=3 if form == "16" or block > 16 else 4,
+        STAGES=3 if form == "16" or block > 16 else 4, NODES=triton.next_power_of_2(nodes),
     )  # fmt: skip
     return out
 
@@ -264,7 +281,7 @@ def linear(
 @linear.register_fake
 def new_out(
     x, beside, weight, scales, bias, arrived, outputs, end, dtype, residual=None, rope=None,
-    positions=None, slots=None, kv=None,
+    length=None, ancestors=None, kv=None,
 ):  # fmt: skip
     shape = [outputs // 2 if end == "silu" else outputs]
     if end == "qkv":

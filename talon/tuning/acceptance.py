@@ -15,7 +15,7 @@ import torch
 from eagle_draft import Entries, Pick
 from model import At
 from talon.decoder import Decoder
-from talon.drafters.eagle import Candidates
+from talon.drafters.eagle import Candidates, flat
 from talon.drafters.lookup import look_up, look_up_tree
 from talon.drafters.source import RootOnly
 from talon.sampling import SamplingConfig
@@ -100,7 +100,7 @@ def decode_plainly(
         at = decoder.at(len(text) + decoder.tree.reach)
         drafting = len(text) <= len(ids) + budget
         if drafting:
-            seen.append([tensor.cpu().numpy() for tensor in drafter.grow(at, pick)])
+            seen.append([tensor.cpu().numpy() for tensor in flat(drafter.grow(at, pick))])
         nodes = plain.propose(root, at, pick)
         emitted, path, count, features = decoder.verify(decoder.target, nodes, at, pick, 1)
         if drafting:

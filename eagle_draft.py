@@ -215,6 +215,7 @@ class Verdict(NamedTuple):
     path: Tensor  # int64 [rows], the path's nodes
     count: Tensor  # int64 [1], nodes on the path, the root counted
     features: list[Tensor]  # [N, C] each, of all nodes
+    choice: Tensor  # int64 [N], what the target chose after each
 
 
 class Entries(NamedTuple):
@@ -227,6 +228,7 @@ class Entries(NamedTuple):
     start: Tensor  # int64 [1]
     last: Tensor  # int64 [1], the last row that counts
     root: Tensor | None = None  # int64 [1], the token at `start` itself
+    choice: Tensor | None = None  # int64 [N], of a round: the target's after every node
 
 
 # ---------------------------------------------------------------- draft
@@ -319,7 +321,7 @@ def verify(target: Stage, nodes: Nodes, at: At, pick: Pick, rows: int) -> Verdic
     hidden, features = target.module(known, place, target.cache, target.feature_layers)
     choice = pick.choose(target.module.output(hidden), at.length + depth + 1)
     path, count = accept(choice, nodes, rows)
-    return Verdict(choice[path], path, count, features)
+    return Verdict(choice[path], path, count, features, choice)
 
 
 def accept(choice: Tensor, nodes: Nodes, rows: int) -> tuple[Tensor, Tensor]:

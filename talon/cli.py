@@ -62,8 +62,8 @@ def add_running_options(parser: Parser) -> Callable:
     group = parser.add_argument_group("running")
     add = group.add_argument
     trees = (
-        "auto, none, lookup:K, or chain:K, static, medusa, dynamic:nodes=N,levels=L,top_k=K, "
-        "FILE.json, each of these also with +lookup:K"
+        "auto, none, lookahead:W,N,G, lookup:K, or chain:K, static, medusa, "
+        "dynamic:nodes=N,levels=L,top_k=K, FILE.json, each of these also with +lookup:K"
     )
     add("--tree", default="auto", help=trees)
     add("--device", default="auto", help="auto, cpu or cuda")

@@ -115,11 +115,13 @@ class Decoder:
         self.clock.start()
         nodes = self.drafter.propose(self.root, at, pick)
         self.clock.mark("draft")
-        tokens, path, count, features = self.verify(self.target, nodes, at, pick, depth + 1)
+        verdict = self.verify(self.target, nodes, at, pick, depth + 1)
+        tokens, path, count, features, choice = verdict
         self.clock.mark("verify")
         if depth:
             self.cache.move(start + path[1:], start + self.numbers[1 : depth + 1])
-        self.drafter.learn(Entries(features, path, tokens, start, count - 1), at)
+        true = Entries(features, path, tokens, start, count - 1, self.root, choice)
+        self.drafter.learn(true, at)
         self.root.copy_(tokens.index_select(0, count - 1))
         self.result.copy_(torch.cat((count, tokens)))
         self.length.add_(count)

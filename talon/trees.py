@@ -25,6 +25,7 @@ class Tree:
     expand: tuple[tuple[int, ...], ...] | None = None  # static: [levels - 1][beam] flat indices
     keep: tuple[int, ...] | None = None  # static: [grown - 1] flat indices, ascending
     lookup: int = 0  # a chain below the root that comes from the text itself: its tokens
+    lookahead: tuple[int, int, int] | None = None  # columns, tokens of an n-gram, n-grams
 
     @property
     def candidates(self) -> int:
@@ -42,6 +43,9 @@ class Tree:
     @property
     def depth(self) -> int:
         """Drafted tokens that one round can accept at most."""
+        if self.lookahead:
+            width, size, _ = self.lookahead
+            return max(width + size - 3, size - 1)
         return min(self.levels, self.grown - 1) + self.lookup  # looked-up tokens may come behind
 
     @property
@@ -165,11 +169,21 @@ def with_lookup(tree: Tree, count: int) -> Tree:
     return replace(tree, name=name, nodes=tree.nodes + count, lookup=count)
 
 
+def lookahead_tree(width: int, size: int, guesses: int) -> Tree:
+    """Lookahead decoding (arXiv 2402.02057): a window of `width` columns and size - 1 levels, the
+    root among them, and `guesses` n-grams of `size` tokens that begin with the root."""
+    name = f"lookahead:{width},{size},{guesses}"
+    nodes = (width + guesses) * (size - 1)
+    if not (width >= 1 and size >= 2 and 1 <= guesses and nodes <= 1024):
+        raise ValueError(f"tree {name}: give W and G of at least 1, N of at least 2, 1024 nodes")
+    return Tree(name, nodes, levels=0, top_k=0, beam=0, lookahead=(width, size, guesses))
+
+
 def parse_tree(text: str) -> Tree:
-    """The tree that `--tree TEXT` names: none, lookup:K, or chain:K, static, medusa,
-    dynamic:nodes=,levels=,top_k=, FILE.json, each of these also with +lookup:K."""
+    """The tree that `--tree TEXT` names: none, lookahead:W,N,G, lookup:K, or chain:K, static,
+    medusa, dynamic:nodes=,levels=,top_k=, FILE.json, each of these also with +lookup:K."""
     grown, _, count = text.partition("+lookup:")
-    if is_length(count) and grown.partition(":")[0] not in ("auto", "none", "lookup"):
+    if is_length(count) and grown.partition(":")[0] not in ("auto", "none", "lookup", "lookahead"):
         return with_lookup(parse_tree(grown), int(count))
     kind, _, rest = text.partition(":")
     if text == "none":
@@ -180,6 +194,9 @@ def parse_tree(text: str) -> Tree:
         return chain(int(rest))
     if text in FIXED:
         return static_tree(FIXED[text], text)
+    numbers = rest.split(",")
+    if kind == "lookahead" and len(numbers) == 3 and all(map(is_count, numbers)):
+        return lookahead_tree(*map(int, numbers))
     if kind == "dynamic":
         pairs = [item.partition("=")[::2] for item in rest.split(",") if rest]
         known = all(key in ("nodes", "levels", "top_k") and is_count(value) for key, value in pairs)
@@ -189,7 +206,8 @@ def parse_tree(text: str) -> Tree:
         return static_tree(read_paths(Path(text)), text)
     shown = text if len(text) < 60 else f"{text[:60]}..."
     raise ValueError(
-        f"tree {shown!r} is not known: give auto, none, lookup:K (1 to 64), or chain:K (1 to 64), "
+        f"tree {shown!r} is not known: give auto, none, lookahead:W,N,G such as lookahead:5,3,5, "
+        "lookup:K (1 to 64), or chain:K (1 to 64), "
         "static, medusa, dynamic:nodes=60,levels=8,top_k=10, a FILE.json with a list of paths, "
         "each of these also with +lookup:K"
     )

@@ -23,10 +23,12 @@ from tiny import (
 from tiny_training import read_log, tiny_target, train, write_lines, write_target
 
 from convert_hf_checkpoint import convert
+from eagle_draft import ancestor_mask
 from quantize import quantize_checkpoint
 from talon.checking import full_logits
 from talon.checkpoint import read_checkpoint
 from talon.decoder import Decoder, Generation
+from talon.drafters.lookahead import window_parents
 from talon.drafters.medusa import MedusaConfig, MedusaHeads
 from talon.kernels.gpu_layers import put_on_gpu
 from talon.loading import choose_operators, fit_head, fit_tree, open_files
@@ -73,6 +75,8 @@ def medusa_heads(model, own_output=True, heads=4):
 # Name -> (tree, what makes the head of a target).
 SOURCES = {
     "lookup": ("lookup:9", None),
+    "lookahead": ("lookahead:4,4,3", None),
+    "lookahead of pairs": ("lookahead:1,2,1", None),
     "head and lookup": ("chain:2+lookup:3", random_head),
     "model chain": ("chain:4", small_model),
     "model dynamic": ("dynamic:nodes=8,levels=3,top_k=4", small_model),
@@ -388,3 +392,91 @@ def test_medusa_heads_are_trained_written_and_drafted_with(tmp_path):
     for text in texts:
         list(text)
     assert texts[0].tokens == texts[1].tokens
+
+
+# ---------------------------------------------------------------- Lookahead
+
+
+class SlowLookahead:
+    """Algorithm 2 of the paper with lists, a dictionary and forwards over whole texts: window and
+    pool by token, where an n-gram that comes again becomes the newest of its token."""
+
+    def __init__(self, model, size, prompt, root):
+        self.model, (self.width, self.length, self.count) = model, size
+        known = [*prompt[1:], root]
+        cells = self.width * (self.length - 1)
+        backwards = [known[max(len(known) - 1 - n, 0)] for n in range(cells)]
+        self.window = [backwards[i : i + self.width] for i in range(0, cells, self.width)]
+        self.pool = {}
+
+    def guesses(self, root):
+        newest = self.pool.get(root, [])[::-1][: self.count]
+        return newest + [(-1,) * (self.length - 1)] * (self.count - len(newest))
+
+    def tokens(self, root):
+        window = [token for level in self.window for token in level]
+        return [root, *window[1:], *itertools.chain(*self.guesses(root))]
+
+    def slide(self, text):
+        """After a round that began with the last token of `text`."""
+        window = [[text[-1], *self.window[0][1:]], *self.window[1:]]
+        chosen = []
+        for j in range(self.width):
+            seen = text + window[0][1 : j + 1] + [level[j] for level in window[1:]]
+            chosen.append(int(full_logits(self.model, seen)[-1].argmax()))
+        for j in range(self.width):
+            first, *rest = [level[j] for level in window] + [chosen[j]]
+            entries = self.pool.setdefault(first, [])
+            if tuple(rest) in entries:
+                entries.remove(tuple(rest))
+            entries.append(tuple(rest))
+        self.window = [*window[1:], chosen]
+
+
+@pytest.mark.parametrize("size", [(4, 3, 2), (1, 2, 1), (3, 4, 3), (5, 2, 4)])
+def test_lookaheads_nodes_equal_the_papers_at_every_round(size):
+    guessed = 0
+    for model in MADE.values():
+        decoder = eager(model, None, parse_tree("lookahead:{},{},{}".format(*size)))
+        text, pick = [token % 24 for token in (3, 17, 9, 4)], decoder.picks.set(SamplingConfig())
+        text.append(decoder.prefill(text, 0, pick))
+        slow = SlowLookahead(model, size, text[:-1], text[-1])
+        for _ in range(16):
+            with torch.inference_mode():
+                nodes = decoder.drafter.propose(decoder.root, decoder.at(90), pick)
+            assert nodes.tokens.tolist() == slow.tokens(text[-1])
+            slow.slide(text)
+            found = decoder.launch(90, pick).tokens()
+            guessed += len(found) - 1
+            text += found
+    assert guessed >= 5
+
+
+def test_a_window_token_sees_its_row_and_its_column():
+    """Figure 2 of the paper: positions are 0 to 3, 1 to 4 and 2 to 5, all under the root."""
+    width, size, guesses = 4, 4, 2
+    parents = torch.tensor(window_parents(width, size, guesses))
+    ancestors = ancestor_mask(parents, 16)
+    depth = (ancestors.sum(1) - 1).tolist()
+    assert depth[:12] == [0, 1, 2, 3, 1, 2, 3, 4, 2, 3, 4, 5] and depth[12:] == [1, 2, 3] * 2
+    for level, column in itertools.product(range(3), range(4)):
+        seen = [*range(column + 1), *(n * width + column for n in range(1, level + 1))]
+        assert ancestors[level * width + column].nonzero().flatten().tolist() == seen
+    assert parse_tree("lookahead:4,4,2").depth == max(depth)
+
+
+def test_a_text_that_loops_fills_the_pool_and_is_guessed():
+    model = table_model(cycle_table(12), max_seq_length=256)
+    run = decode(eager(model, None, parse_tree("lookahead:5,4,2"), 200), [1, 2], 150)
+    assert run.tokens == [(3 + i) % 12 for i in range(150)]
+    assert run.stats.acceptance_length > 3
+    again = decode(eager(model, None, parse_tree("lookahead:5,4,2"), 200), [1, 2], 150)
+    assert again.stats.rounds == run.stats.rounds
+
+
+@pytest.mark.parametrize(
+    "text", ["0,3,2", "4,1,2", "4,3,0", "500,5,500", "4,3", "4,3,x", "4,3,2+lookup:3"]
+)
+def test_windows_that_cannot_be_are_refused(text):
+    with pytest.raises(ValueError, match="lookahead"):
+        parse_tree(f"lookahead:{text}")

@@ -14,7 +14,11 @@ def make_source(
     """The draft source of a tree. rows: of the caches."""
     if tree.nodes == 1:
         return RootOnly(device)
-    # Imported where they are wanted: plain decoding reads and loads neither.
+    # Imported where they are wanted: plain decoding reads and loads none.
+    if tree.lookahead:
+        from talon.drafters.lookahead import LookaheadDrafter
+
+        return LookaheadDrafter(tree, device, compiled)
     from talon.drafters.eagle import EagleDrafter, head_stage
     from talon.drafters.lookup import LookupDrafter, WithLookup
 

@@ -102,7 +102,7 @@ def decode_plainly(
         if drafting:
             seen.append([tensor.cpu().numpy() for tensor in flat(drafter.grow(at, pick))])
         nodes = plain.propose(root, at, pick)
-        emitted, path, count, features = decoder.verify(decoder.target, nodes, at, pick, 1)
+        emitted, path, count, features, _ = decoder.verify(decoder.target, nodes, at, pick, 1)
         if drafting:
             drafter.learn(Entries(features, path, emitted, length, count - 1), at)
         root.copy_(emitted)

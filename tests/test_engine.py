@@ -135,10 +135,10 @@ def test_empty_prompts_and_ids_outside_the_vocabulary_are_refused(ids):
         decode(eager(random_model()), ids, 5)
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS)
-@pytest.mark.parametrize("tree, compile", [
-    ("none", False), ("chain:3", False), ("lookup:3", False),
-    pytest.param("chain:3", True, marks=pytest.mark.slow),
+@pytest.mark.parametrize("tree, compile, sampling", [
+    *itertools.product(("none", "chain:3", "lookup:3"), (False,), SAMPLINGS),
+    pytest.param("chain:3", True, "greedy", marks=pytest.mark.slow),
+    pytest.param("chain:3", True, "filter", marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_logits_of_nan_end_the_text_with_one_line(tree, compile, sampling):
     """NaN behind one token: the text is right as far as it goes, and no token is made up."""

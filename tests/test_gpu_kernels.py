@@ -1,9 +1,11 @@
 """The GPU operators: numbers in Triton's interpreter, budgets of their code for sm_86, a real GPU
 where there is one."""
 
+import itertools
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -78,11 +80,17 @@ def test_sixteen_rows_are_bound_by_memory(form):
     check_linear(form, 16, linear_code(form, 16))
 
 
+def both_in_turns(*values: Iterable) -> list[tuple]:
+    """All cases, bf16 and fp16 in turns: the last values are of an odd number, so that each value
+    comes with both."""
+    precisions = itertools.cycle(("bf16", "fp16"))
+    return [(*case, next(precisions)) for case in itertools.product(*values)]
+
+
 @slow
-@pytest.mark.parametrize("form", BYTES)
-@pytest.mark.parametrize("rows", [8, 32, 64])
-@pytest.mark.parametrize("end", ["plain", "silu", "qkv"])
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize(
+    "form, rows, end, dtype", both_in_turns(BYTES, [8, 32, 64], ["plain", "silu", "qkv"])
+)
 def test_every_block_of_rows_keeps_its_budget(form, rows, end, dtype):
     if not (form == "int8-dynamic" and rows == 8):
         check_linear(form, rows, linear_code(form, rows, dtype, end))
@@ -124,11 +132,11 @@ def test_attention_is_bound_by_the_tensor_cores_and_not_by_what_is_around_them(r
 
 
 @slow
-@pytest.mark.parametrize("size", [64, 80, 96, 128])
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize("heads", [1, 4, 8])
-@pytest.mark.parametrize("rows, causal", [(64, False), (64, True), (16, False), (16, True)])
-def test_attention_of_every_head_size_does_not_spill(size, dtype, heads, rows, causal):
+@pytest.mark.parametrize(
+    "size, rows, causal, heads, dtype",
+    both_in_turns([64, 80, 96, 128], [16, 64], [False, True], [1, 4, 8]),
+)
+def test_attention_of_every_head_size_does_not_spill(size, rows, causal, heads, dtype):
     code = parts_code(rows, size, causal, dtype, heads=heads)
     assert code.stack <= 16 and code.programs >= 2 and not code.count("(LDL|STL|LDG)")
 

@@ -16,16 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model import (
-    At,
-    Attention,
-    FeedForward,
-    KVCache,
-    Place,
-    RMSNorm,
-    RopeScaling,
-    place,
-)
+from model import At, Attention, FeedForward, KVCache, Place, RMSNorm, RopeScaling, place
 
 
 @dataclass(frozen=True)

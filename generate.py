@@ -87,6 +87,8 @@ def check_args(args: Namespace) -> None:
         raise ValueError(f"num_samples {args.num_samples} is not allowed: give at least 1")
     if args.retune and (args.tree != "auto" or args.draft_checkpoint_path == "none"):
         raise ValueError("--retune is for --tree auto and takes a head: --draft_checkpoint_path")
+    if args.keep_head and args.draft_checkpoint_path == "none":
+        raise ValueError("--keep_head takes a head: give --draft_checkpoint_path")
     check_ends(args.max_new_tokens, tuple(args.stop))
     for flag, text in (("--system", args.system or ""), *(("--stop", stop) for stop in args.stop)):
         if not is_text(text):
@@ -223,7 +225,7 @@ def prepare(args: Namespace, files: Files, options: Options) -> Engine:
         f"{card['device']}, tree {card['tree']}, loaded in {card['load_s']:.1f} s"
     )
     if card["head"]:
-        note(card["head"])
+        note(f"{card['head']}, weights in {card['head_quantization'] or card['dtype']}")
     filtered = args.top_k > 0 or args.top_p < 1
     if sampling.greedy and (filtered or args.seed or args.num_samples > 1):
         note(
@@ -337,7 +339,7 @@ def profiled(path: str | None) -> Iterator[None]:
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     check_args(args)
-    tuning = {"tune": "measure", "sampling": sampling_of(args)}
+    tuning = {"tune": "measure", "sampling": sampling_of(args), "keep_head": args.keep_head}
     options = read_options(args.tree, args.device, args.dtype, compile=args.compile, **tuning)
     prompt = read_prompt(args)
     files = open_checkpoints(args)

@@ -121,9 +121,9 @@ def place(
 ) -> Place:
     """Tokens at `positions` and `slots`, both int64 [T], who see what is committed and their
     ancestors, or without those all slots up to their own. rope: fp32 [2, R, D]."""
-    if ancestors is None:
-        return Place(rope[:, positions], slots, causal_mask(at.length, len(slots), at.slots))
-    return Place(rope[:, positions], slots, tree_mask(at, ancestors))
+    chain = ancestors is None
+    mask = causal_mask(at.length, len(slots), at.slots) if chain else tree_mask(at, ancestors)
+    return Place(rope[:, positions], slots, mask)
 
 
 def causal_mask(start: Tensor, count: int, slots: Tensor) -> Tensor:

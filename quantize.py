@@ -38,7 +38,8 @@ from talon.kernels.linear import (
     quantize_int8,
     round_rows,
 )
-from talon.loading import choose_operators, empty_module, fill, find_tokenizer
+from talon.loading import empty_module, fill, find_tokenizer
+from talon.operators import choose_operators
 from talon.prompts import DATA
 from talon.tokenizer import Tokenizer, load_tokenizer
 from talon.writing import write_checkpoint

@@ -313,7 +313,7 @@ def evaluate(args: argparse.Namespace) -> int:
         most = f"the context of {files.config.max_seq_length} leaves {max(room, 0)}"
         raise ValueError(f"new_tokens {args.new_tokens}: behind the longest question {most}")
     model = load_target(files, device, DTYPES[args.dtype])
-    head = load_head(files, model, device, DTYPES[args.dtype])
+    head = load_head(files, model, device, DTYPES[args.dtype], keep=True)
     measured = {
         "questions": args.evaluate.name,
         "new_tokens": args.new_tokens,

@@ -41,8 +41,9 @@ from talon.decoder import Decoder, Generation
 from talon.drafters.eagle import EagleDrafter
 from talon.graphs import compile_region
 from talon.kernels.linear import LINEARS, quantize_int4, quantize_int8, swap_linears
-from talon.loading import choose_operators, device_name, pick_device, pick_dtype
+from talon.loading import device_name, pick_device, pick_dtype
 from talon.measuring.roofline import MODELS, STREAM, readers
+from talon.operators import choose_operators
 from talon.records import bytes_per_round, markdown_table, module_bytes, project_commit
 from talon.sampling import GREEDY
 from talon.text import load

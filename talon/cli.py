@@ -68,6 +68,7 @@ def add_running_options(parser: Parser) -> Callable:
     add("--tree", default="auto", help=trees)
     add("--device", default="auto", help="auto, cpu or cuda")
     add("--dtype", default="auto", help="precision of computing: auto, fp32, fp16 or bf16")
+    add("--keep_head", action="store_true", help="do not round the head to int8 on a GPU")
     add("--max_seq_length", type=int, help="context to provide for (default: what is needed)")
     compiling = group.add_mutually_exclusive_group()
     compiling.add_argument("--compile", action="store_true", default=True, help="compile")

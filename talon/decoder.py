@@ -17,7 +17,7 @@ from eagle_draft import Entries, Pick, Stage, read_chunk, verify
 from model import At, KVCache, Transformer, rope_table
 from talon.drafters import make_source
 from talon.graphs import Graph, Launched, PhaseClock, Recorder, as_it_is, compile_region, replay
-from talon.loading import choose_picks
+from talon.operators import choose_picks
 from talon.sampling import NO_TOKEN, Picks, SamplingConfig
 from talon.trees import NO_TREE, Tree, bucket_widths
 
@@ -76,8 +76,7 @@ class Decoder:
     def prefill(self, ids: list[int], start: int, pick: Pick) -> int:
         """Run ids[start:] through target and draft source; returns the token chosen to follow.
 
-        ids[:start] must already be cached. What is left of a chunk of the fitting size is
-        padding."""
+        ids[:start] must already be cached. A chunk has the fitting size, and is padded."""
         self.length.fill_(start)
         self.cached = self.cached[:start]  # should this be interrupted, no more than that is right
         largest, done = self.chunks[-1], start

@@ -5,8 +5,6 @@ its own file or borrowed from the target by rule; what does not fit is refused w
 Leaves out: other projects' files (convert_hf_checkpoint.py), how much memory that takes
 (talon/memory.py), decoding (talon/decoder.py)."""
 
-import functools
-import importlib.util
 import platform
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -15,13 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from eagle_draft import DraftConfig, DraftHead, default_feature_layers
-from model import Attention, ModelConfig, Transformer
+from model import ModelConfig, Transformer
 from talon.checkpoint import DTYPES, Checkpoint, read_checkpoint
-from talon.cli import note
-from talon.kernels import cpu_kernels
-from talon.sampling import Picks
+from talon.operators import choose_operators, has_gpu_operators
 from talon.tokenizer import Tokenizer, find_vocabulary, load_tokenizer
-from talon.trees import NO_TREE, PRESETS, Tree, parse_tree
+from talon.trees import GPU_PRESETS, NO_TREE, PRESETS, Tree, parse_tree
 
 # ---------------------------------------------------------------- where and how precisely
 
@@ -229,64 +225,6 @@ def load_target(
     return model
 
 
-@functools.cache
-def has_cpu_operators() -> bool:
-    """Whether the CPU operators for a few rows can be compiled here; why not is said once."""
-    try:
-        cpu_kernels.load()
-    except ValueError as error:
-        note(f"note: {error}; torch's own operators are used, which are slower for a few rows")
-        return False
-    return True
-
-
-@functools.cache
-def has_gpu_operators(device: torch.device, wide: bool = False) -> bool:
-    """Whether the operators of talon/kernels/gpu_*.py run on this GPU; why not is said once.
-
-    wide: for heads of more than 128."""
-    reasons = {
-        "Triton is not installed": importlib.util.find_spec("triton") is None,
-        "they take compute capability 8.0": torch.cuda.get_device_capability(device) < (8, 0),
-        "they take heads of at most 128": wide,
-    }
-    why = next((reason for reason, so in reasons.items() if so), None)
-    if why:
-        note(f"note: no GPU operators of Talon's ({why}); torch's own are used, which are slower")
-    return why is None
-
-
-def choose_operators(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """Let a module's linear layers and attention run by what `device` has for a few rows; dtype is
-    that of the activations. In place, and the only place that rewires modules."""
-    attentions = [part for part in module.modules() if isinstance(part, Attention)]
-    wide = any(attention.head_dim > 128 for attention in attentions)
-    if device.type == "cuda" and dtype != torch.float32 and has_gpu_operators(device, wide):
-        from talon.kernels.gpu_layers import put_on_gpu  # which needs Triton
-
-        return put_on_gpu(module, dtype)
-    for layer in module.modules():
-        if hasattr(layer, "pack"):  # a quantised one
-            layer.pack(device, dtype)
-    if device.type != "cpu" or dtype != torch.float32 or not has_cpu_operators():
-        return
-    for parent in list(module.modules()):
-        if isinstance(parent, Attention):
-            parent.attend = cpu_kernels.attend_rows
-        for name, child in list(parent.named_children()):
-            if type(child) is nn.Linear and child.weight.dtype == torch.float32:
-                setattr(parent, name, cpu_kernels.RowsLinear(child))
-
-
-def choose_picks(picks: Picks, device: torch.device) -> Picks:
-    """The same for the choice of tokens."""
-    if device.type == "cuda" and has_gpu_operators(device):
-        from talon.kernels.gpu_picks import GpuPick
-
-        picks.by_name = {name: GpuPick(pick, device) for name, pick in picks.by_name.items()}
-    return picks
-
-
 def fit_head(
     path: str | Path, head: DraftConfig | ModelConfig, target: ModelConfig
 ) -> DraftConfig | ModelConfig:
@@ -318,11 +256,20 @@ def fit_head(
     return replace(head, feature_layers=layers)
 
 
+def head_mode(files: Files, device: torch.device, dtype: torch.dtype, keep: bool) -> str | None:
+    """How a head's weights are held: as its file has them, or without `keep` in int8 on a GPU,
+    where they bound drafting. It only guesses."""
+    config, mode = files.head_config, (files.head.quantization or {}).get("mode")
+    keep = keep or isinstance(config, ModelConfig)
+    rounds = not keep and has_gpu_operators(device, dtype, getattr(config, "head_dim", 0))
+    return mode or ("int8" if rounds else None)
+
+
 def load_head(
-    files: Files, model: Transformer, device: torch.device, dtype: torch.dtype
+    files: Files, model: Transformer, device: torch.device, dtype: torch.dtype, keep: bool = False
 ) -> nn.Module:
     """A head in the target's compute dtype; what its file lacks is borrowed from the target. Or the
-    small model that drafts in its place."""
+    small model that drafts in its place. keep: see `head_mode`."""
     config, checkpoint = files.head_config, files.head
     if isinstance(config, ModelConfig):
         return load_target(Files(checkpoint, config, None), device, dtype)
@@ -344,8 +291,14 @@ def load_head(
         raise ValueError(f"{checkpoint.path}: d2t leads outside the vocabulary: convert it again")
     if not config.own_embedding:
         head.tok_embeddings = model.tok_embeddings
-    if not config.own_output:
-        head.output = model.output if identity else rows_of(model.output, ids)
+    rounds = head_mode(files, device, dtype, keep) == "int8" and not checkpoint.quantization
+    if not config.own_output:  # of a quantised target it is small enough to share
+        shared = identity and not (rounds and not files.target.quantization)
+        head.output = model.output if shared else rows_of(model.output, ids)
+    if rounds:
+        from talon.kernels.linear import round_linears
+
+        round_linears(head)
     choose_operators(head, device, dtype)
     return head
 
@@ -383,8 +336,11 @@ def head_card(c: DraftConfig | ModelConfig) -> str:
     )
 
 
-def fit_tree(asked: Tree | None, head: DraftConfig | ModelConfig | None) -> Tree:
-    """The tree to use, if the head can fill it; for None, `--tree auto`, its family's preset."""
+def fit_tree(
+    asked: Tree | None, head: DraftConfig | ModelConfig | None, gpu: str | None = None
+) -> Tree:
+    """The tree to use, if the head can fill it; for None, `--tree auto`, its family's preset. gpu:
+    where a GPU's operators run, how the target's weights are held, such as int8, or 16 bits."""
     if head is None:
         tree = asked or NO_TREE
         if tree.needs_head:
@@ -396,9 +352,11 @@ def fit_tree(asked: Tree | None, head: DraftConfig | ModelConfig | None) -> Tree
         from talon.drafters.medusa import medusa_tree
 
         asked = medusa_tree(asked, head)
-    tree = asked or parse_tree(PRESETS["model" if small else head.family])
-    if tree.levels > 64 or tree.nodes > 1024:
-        raise ValueError(f"tree {tree.name} is too large: give 1024 nodes and 64 levels at most")
+    family, most = "model" if small else head.family, 256 if gpu else 1024
+    ours = GPU_PRESETS if gpu and not small else {}
+    tree = asked or parse_tree(ours.get(gpu) or ours.get(family) or PRESETS[family])
+    if tree.levels > 64 or max(tree.nodes, tree.beam) > most:
+        raise ValueError(f"tree {tree.name} is too large: give {most} nodes and 64 levels at most")
     size = head.vocab_size if small else head.draft_vocab_size
     if tree.top_k > size:
         raise ValueError(

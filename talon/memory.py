@@ -61,12 +61,17 @@ def plan_memory(
     rows = tree.cache_rows(max_seq_length, chunk)
     slot = cached(c) + (cached(d) if d else 0)
     in_parts = device.type == "cuda" and dtype != torch.float32
-    prefill = forward_bytes(c, chunk, 1, rows, dtype, in_parts)
-    drafted = forward_bytes(c, tree.nodes, max(tree.nodes, tree.beam), rows, dtype, in_parts)
+    score = 3 * rows * 4  # before, while and after they become weights, fp32
+    if in_parts:  # sums of each part, see talon/kernels/gpu_attention.py
+        score = math.ceil(math.sqrt(rows / 96)) * (c.head_dim + 2) * 4
+    prefill = forward_bytes(c, chunk, 1, score, dtype)
+    drafted = forward_bytes(c, tree.nodes, max(tree.nodes, tree.beam), score, dtype)
     workspace, graphs = max(prefill, drafted), 0
     if device.type == "cuda":  # captured rounds, of three kinds of sampling, have their own memory
         workspace, graphs = prefill, drafted + 3 * GRAPH_BYTES
     target, head = loaded_bytes(files.target, dtype), loaded_bytes(files.head, dtype)
+    if in_parts and d and not getattr(d, "own_output", True) and not files.target.quantization:
+        head += d.draft_vocab_size * c.dim  # the lm_head that it borrows, once more in int8
     caches = 2 * rows * slot * dtype.itemsize
     return MemoryPlan(target, head, caches, workspace, graphs, available)
 
@@ -85,18 +90,12 @@ def loaded_bytes(checkpoint: Checkpoint | None, dtype: torch.dtype) -> int:
     )
 
 
-def forward_bytes(
-    c: ModelConfig, tokens: int, choices: int, rows: int, dtype: torch.dtype, in_parts: bool
-) -> int:
+def forward_bytes(c: ModelConfig, tokens: int, choices: int, score: int, dtype: torch.dtype) -> int:
     """What a target forward over `tokens` takes at most, with so many `choices` of what follows.
-
-    in_parts: attention as talon/kernels/gpu_attention.py has it, fp32 sums of each part."""
-    scores = 3 * c.n_head * tokens * rows * 4  # before, while and after they become weights, fp32
-    if in_parts:
-        scores = math.ceil(math.sqrt(rows / 96)) * tokens * c.n_head * (c.head_dim + 2) * 4
+    score: bytes of attention for each token and head."""
     states = tokens * (8 * c.intermediate_size + c.n_layer * c.dim) * dtype.itemsize
     logits = 64 * choices * c.vocab_size  # with noise, and a filter that sorts them
-    return scores + states + logits
+    return c.n_head * tokens * score + states + logits
 
 
 CGROUP_FILES = (  # of version 2 and 1: the limit, what is in use, how its statistics are named

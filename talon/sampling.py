@@ -115,13 +115,9 @@ class Pick:
         return chosen[:, 0]
 
     def guess(
-        self,
-        logits: Tensor,
-        positions: Tensor,
-        tokens: Tensor,
-        top_k: int,
+        self, logits: Tensor, positions: Tensor, tokens: Tensor, top_k: int,
         above: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """The head's `top_k` likeliest choices of the target after each of N tokens, best first.
 
         The head meets the same noise as the target will, so it ranks what the target is about to

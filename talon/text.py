@@ -24,6 +24,7 @@ from talon.loading import (
     fit_context,
     fit_tree,
     head_card,
+    head_mode,
     load_head,
     load_target,
     open_files,
@@ -31,6 +32,7 @@ from talon.loading import (
     pick_dtype,
 )
 from talon.memory import available_memory, plan_memory
+from talon.operators import has_gpu_operators
 from talon.sampling import GREEDY, SamplingConfig
 from talon.tokenizer import StreamDecoder, Tokenizer
 from talon.trees import Tree, parse_tree
@@ -191,6 +193,7 @@ class Options:
     tree: Tree | None = None  # None: --tree auto
     max_seq_length: int | None = None
     compile: bool = True
+    keep_head: bool = False  # as its file has it, though a GPU drafts faster with int8
     tune: str = "stored"  # what --tree auto does, see `load`
     sampling: SamplingConfig = GREEDY  # what it is tuned for
 
@@ -210,15 +213,17 @@ def load(
     dtype: str = "auto",
     max_seq_length: int | None = None,
     compile: bool = True,
+    keep_head: bool = False,
     tune: str = "stored",
     sampling: SamplingConfig = GREEDY,
 ) -> Engine:
     """Load a target, perhaps with a head, and make the decoder. ValueError or OSError for the user.
 
+    keep_head: on a GPU a head is rounded to int8, which only its guesses show, unless this is set.
     tune says what tree `auto` does for this head and `sampling` where nothing was measured before:
     stored (the preset of the head's family) | measure."""
-    more = {"max_seq_length": max_seq_length, "compile": compile, "tune": tune}
-    options = read_options(tree, device, dtype, sampling=sampling, **more)
+    more = {"max_seq_length": max_seq_length, "compile": compile, "keep_head": keep_head}
+    options = read_options(tree, device, dtype, tune=tune, sampling=sampling, **more)
     return load_files(open_files(checkpoint_path, draft_checkpoint_path), options)
 
 
@@ -226,12 +231,15 @@ def load_files(files: Files, options: Options) -> Engine:
     """Plan the memory, make the modules, choose the tree, and make the decoder."""
     started = time.perf_counter()
     o, config = options, files.config
-    context, tree = fit_context(o.max_seq_length, config), fit_tree(o.tree, files.head_config)
+    context = fit_context(o.max_seq_length, config)
+    mode = (files.target.quantization or {}).get("mode")
+    gpu = (mode or "16 bits") if has_gpu_operators(o.device, o.dtype) else None
+    tree = fit_tree(o.tree, files.head_config, gpu)
     plan_memory(files, context, tree, o.dtype, o.device, available_memory(o.device)).check()
     model = load_target(files, o.device, o.dtype)
     head, choice = None, None
     if files.head and tree.needs_head:
-        head = load_head(files, model, o.device, o.dtype)
+        head = load_head(files, model, o.device, o.dtype, o.keep_head)
         if o.tree is None and isinstance(files.head_config, DraftConfig):
             from talon.tuning.choice import auto_tree  # here only: it is large, and seldom needed
 
@@ -242,9 +250,10 @@ def load_files(files: Files, options: Options) -> Engine:
     card = {
         "device": device_name(o.device),
         "dtype": dtype_name(o.dtype),
-        "quantization": (files.target.quantization or {}).get("mode"),
+        "quantization": mode,
         "tree": tree.name,
         "head": head_card(head.config) if head else None,
+        "head_quantization": head and head_mode(files, o.device, o.dtype, o.keep_head),
         "expected_gain": choice.gain if choice else None,
         "load_s": time.perf_counter() - started,
     }

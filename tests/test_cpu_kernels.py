@@ -13,7 +13,7 @@ from torch import nn
 
 from model import attend
 from talon.kernels import cpu_kernels
-from talon.loading import choose_operators
+from talon.operators import choose_operators
 
 ROOT = Path(__file__).resolve().parent.parent
 SIZES = [(576, 960), (1536, 576), (64, 48), (37, 19), (100, 65), (7, 3), (1, 1)]

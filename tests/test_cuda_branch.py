@@ -30,7 +30,7 @@ from model import At, Transformer
 from talon.decoder import Decoder, Generation
 from talon.graphs import Launched, PhaseClock, Recorder
 from talon.kernels.gpu_layers import GpuLinear, put_on_gpu
-from talon.loading import choose_operators
+from talon.operators import choose_operators
 from talon.sampling import SamplingConfig
 from talon.trees import parse_tree
 

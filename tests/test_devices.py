@@ -215,6 +215,26 @@ def golden(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return [converted(base / part, out / f"{part}.safetensors") for part in ("target", "head")]
 
 
+@pytest.mark.parametrize("pair", ["eagle2_tiny_seed0", "eagle3_tiny_seed0"])
+def test_a_gpu_drafts_with_an_int8_head_unless_it_is_kept_and_says_the_same(pair, tmp_path):
+    parts = ("target", "head")
+    files = [converted(GOLDEN / pair / part, tmp_path / f"{part}.safetensors") for part in parts]
+    tokens, held = [], []
+    for tree, keep in (("none", False), (TREES[3], False), (TREES[3], True)):
+        with Gpu():
+            more = {"dtype": "fp16", "compile": False, "max_seq_length": 200, "keep_head": keep}
+            engine = load(*files, tree=tree, device="cuda", **more)
+            text = engine.generate([1, 2, 3], max_new_tokens=20)
+            assert list(text) == []
+            tokens.append(text.tokens)
+            held.append([engine.card["head_quantization"]])
+            if stage := getattr(engine.decoder.drafter, "stage", None):
+                layers = stage.module.layer.attention.wqkv, stage.module.output
+                held[-1] += [layer.weight.dtype for layer in layers]
+    assert tokens[0] == tokens[1] == tokens[2]
+    assert held == [[None], ["int8"] + [torch.int8] * 2, [None] + [torch.float16] * 2]
+
+
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "top_k": 20, "seed": 3}])
 def test_the_library_gives_the_same_text_on_the_gpu(golden, sampling):
     tokens = []

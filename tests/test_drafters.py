@@ -31,7 +31,8 @@ from talon.decoder import Decoder, Generation
 from talon.drafters.lookahead import window_parents
 from talon.drafters.medusa import MedusaConfig, MedusaHeads
 from talon.kernels.gpu_layers import put_on_gpu
-from talon.loading import choose_operators, fit_head, fit_tree, open_files
+from talon.loading import fit_head, fit_tree, open_files
+from talon.operators import choose_operators
 from talon.sampling import SamplingConfig
 from talon.text import load
 from talon.trees import MEDUSA_PATHS, parse_tree

@@ -2,7 +2,7 @@
 is made ready."""
 
 import weakref
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,7 @@ from eagle_draft import DraftConfig, DraftHead
 from model import ModelConfig, Transformer
 from talon.checkpoint import Checkpoint, TensorSpec
 from talon.kernels.linear import LINEARS
-from talon.loading import Files, pick_device
+from talon.loading import Files, fit_tree, pick_device
 from talon.memory import MemoryPlan, available_memory, plan_memory
 from talon.sampling import SamplingConfig
 from talon.trees import parse_tree
@@ -95,6 +95,18 @@ def test_the_captured_rounds_are_counted_on_a_gpu_once():
     assert on_cpu.graphs == 0 and on_cpu.head == 0
     with pytest.raises(ValueError, match="but the device has 0.00 GB free"):
         on_cpu.check()
+
+
+def test_on_a_gpu_the_tree_fits_the_way_in_which_the_target_multiplies():
+    """docs/gpu.md: bf16 and int8-dynamic bear 60 nodes, int8 32, int4 16."""
+    eagle1, eagle3 = replace(HEAD_13B, family="eagle1"), HEAD_8B
+    nodes = {mode: fit_tree(None, eagle3, mode).nodes for mode in ("16 bits", *LINEARS)}
+    assert nodes == {"16 bits": 60, "int8": 32, "int8-dynamic": 60, "int4": 16}
+    assert fit_tree(None, eagle1).nodes == 26 and fit_tree(None, eagle1, "16 bits").nodes == 60
+    large = parse_tree("dynamic:nodes=300,levels=8,top_k=10")
+    assert fit_tree(large, eagle3) == large
+    with pytest.raises(ValueError, match="give 256 nodes"):
+        fit_tree(large, eagle3, "int8-dynamic")
 
 
 def test_llama2_13b_in_half_precision_is_refused_with_what_would_fit():

@@ -25,7 +25,8 @@ from talon.kernels.linear import (
     swap_linears,
     unpacked,
 )
-from talon.loading import choose_operators, load_target, open_files
+from talon.loading import load_target, open_files
+from talon.operators import choose_operators
 from talon.writing import write_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -199,9 +199,8 @@ def put_on_gpu(module: Transformer | DraftHead, dtype: torch.dtype) -> None:
         for name, linear in list(parts.named_children()):
             if isinstance(linear, nn.Linear | QuantizedLinear):
                 setattr(parts, name, GpuLinear(linear, dtype))
-    if (
-        getattr(module, "norm", None) is not None
-    ):  # what a head reads, or its next level, are rows as they are
+    if getattr(module, "norm", None) is not None:
+        # What a head or its next level reads are rows as they are.
         alone = isinstance(module, DraftHead) and not module.config.norm_output
         module.norm = GpuNorm(module.norm, module.output if alone else None)
     module.place = place

@@ -94,13 +94,9 @@ class GpuPick:
         return self.best(logits, positions, kept, None, None, 1)[0][:, 0]
 
     def guess(
-        self,
-        logits: Tensor,
-        positions: Tensor,
-        tokens: Tensor,
-        top_k: int,
+        self, logits: Tensor, positions: Tensor, tokens: Tensor, top_k: int,
         above: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """As `sampling.Pick.guess`; a filter looks at the best POOL columns, or at top_k."""
         if self.name != "filter":
             return self.best(logits, positions, None, tokens, above, top_k)[::-1]

@@ -278,6 +278,17 @@ class Int4Linear(QuantizedLinear):
         return torch.ops.talon.grouped_rows(padded, *tensors, amx)[:, : self.out_features]
 
 
+def round_linears(module: nn.Module) -> None:
+    """All plain linear layers of a module in int8, as of a file written without calibration."""
+    for parent in list(module.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is nn.Linear:
+                layer = Int8Linear(child.in_features, child.out_features, child.bias)
+                layer.weight, layer.scales = quantize_int8(child.weight.detach())
+                layer.smoothing = torch.ones_like(layer.scales[:1]).repeat(child.in_features)
+                setattr(parent, name, layer)
+
+
 LINEARS: dict[str, type[QuantizedLinear]] = {
     layer.mode: layer for layer in (Int8Linear, Int8DynamicLinear, Int4Linear)
 }

@@ -34,7 +34,8 @@ def parse_args(argv: list[str] | None) -> Namespace:
 
 def load_engine(args: Namespace) -> Engine:
     """The model, with whatever a request may need compiled."""
-    options = {name: getattr(args, name) for name in ("tree", "device", "dtype", "max_seq_length")}
+    names = ("tree", "device", "dtype", "max_seq_length", "keep_head")
+    options = {name: getattr(args, name) for name in names}
     options |= {"compile": args.compile, "tune": "measure"}
     engine = load(args.checkpoint_path, args.draft_checkpoint_path, **options)
     if engine.tokenizer is None:

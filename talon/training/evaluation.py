@@ -18,7 +18,7 @@ from model import At, Transformer
 from talon.decoder import CHUNKS, RoundStats
 from talon.drafters import make_source
 from talon.graphs import as_it_is
-from talon.loading import choose_picks
+from talon.operators import choose_picks
 from talon.sampling import GREEDY, Picks
 from talon.training.batched import BatchedDecoder, Slot
 from talon.training.conversations import Conversation

@@ -12,10 +12,10 @@ the first forward count as time to first token, not as decoding.
 Leaves out: what is compared (talon/measuring/methods.py), tables and plots (report.py), the physics
 (roofline.py), choosing a tree (talon/tuning), the check of a GPU (scripts/gpu_check.py)."""
 
-if __name__ == "__main__":  # before the imports that take seconds
-    from talon.cli import guard_imports
+if __name__ == "__main__":  # what follows is imported, which takes seconds, and its main is run
+    from talon.cli import start
 
-    guard_imports()
+    start("benchmark")
 
 import itertools
 import json
@@ -31,7 +31,7 @@ from typing import TextIO
 import torch
 
 from talon.checking import compare_ids
-from talon.cli import DEMO, Parser, note, run
+from talon.cli import DEMO, Parser, note
 from talon.decoder import Decoder
 from talon.loading import DTYPES, Files, device_name, fit_context, open_files, pick_device
 from talon.measuring.methods import (
@@ -342,7 +342,3 @@ def main(argv: list[str] | None = None) -> int:
     found = {"card": asdict(card), "predictions": predict(card)}
     print(roofline_table(card), json.dumps(found), sep="\n\n")
     return 0
-
-
-if __name__ == "__main__":
-    run(main)

@@ -11,10 +11,10 @@ talon/formats/head_import.py and medusa_import.py, targets in 4 bits (GPTQ, AWQ,
 compressed-tensors) that of talon/formats/four_bit.py. Leaves out other architectures, other
 quantised sources and adapters."""
 
-if __name__ == "__main__":  # before the imports that take seconds
-    from talon.cli import guard_imports
+if __name__ == "__main__":  # what follows is imported, which takes seconds, and its main is run
+    from talon.cli import start
 
-    guard_imports()
+    start("convert_hf_checkpoint")
 
 import argparse
 import os
@@ -31,7 +31,7 @@ from tqdm import tqdm
 
 from model import ModelConfig
 from talon.checkpoint import DTYPE_NAMES, DTYPES, TensorSpec
-from talon.cli import Parser, announce, note, run
+from talon.cli import Parser, announce, note
 from talon.formats.four_bit import PackedFolder
 from talon.formats.head_export import EXPORT_FORMATS, export_head
 from talon.formats.head_import import is_head, plan_head
@@ -309,7 +309,3 @@ def main(argv: list[str] | None = None) -> int:
     else:
         announce(convert(args.checkpoint_dir, args.out, args.dtype or "keep"))
     return 0
-
-
-if __name__ == "__main__":
-    run(main)

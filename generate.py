@@ -6,10 +6,10 @@
 Text goes to standard output, everything else to standard error. Leaves out: the engine that it runs
 (talon/text.py)."""
 
-if __name__ == "__main__":  # before the imports that take seconds
-    from talon.cli import guard_imports
+if __name__ == "__main__":  # what follows is imported, which takes seconds, and its main is run
+    from talon.cli import start
 
-    guard_imports()
+    start("generate")
 
 import os
 import sys
@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from talon.cli import DEMO, Parser, add_files, add_running_options, check_output, note, run
+from talon.cli import DEMO, Parser, add_files, add_running_options, check_output, note
 from talon.decoder import Decoder
 from talon.loading import Files, fit_context, open_files
 from talon.records import Results, compilations, write_json
@@ -369,7 +369,3 @@ def main(argv: list[str] | None = None) -> int:
         argv = argv if argv is not None else sys.argv[1:]
         write_json(args.json, results.to_json(engine, argv, compilations() - compiled))
     return code
-
-
-if __name__ == "__main__":
-    run(main)

@@ -10,10 +10,10 @@ a time. Then the file is written, one tensor in memory at a time; its metadata n
 mode. The modes, the stored form and the layers that run it are in talon/kernels/linear.py. Leaves
 out GPTQ and AWQ."""
 
-if __name__ == "__main__":  # before the imports that take seconds
-    from talon.cli import guard_imports
+if __name__ == "__main__":  # what follows is imported, which takes seconds, and its main is run
+    from talon.cli import start
 
-    guard_imports()
+    start("quantize")
 
 import math
 import re
@@ -28,7 +28,7 @@ from tqdm import tqdm
 
 from model import KVCache, ModelConfig, Place, Transformer, causal_mask, rope_table
 from talon.checkpoint import Checkpoint, TensorSpec, read_checkpoint
-from talon.cli import Parser, announce, check_output, note, run
+from talon.cli import Parser, announce, check_output, note
 from talon.kernels.linear import (
     GROUPSIZE,
     GROUPSIZES,
@@ -363,7 +363,3 @@ def main() -> int:
     out = quantize_checkpoint(args.checkpoint_path, args.mode, groupsize, args.out)
     announce(describe(args.checkpoint_path, out, args.mode))
     return 0
-
-
-if __name__ == "__main__":
-    run(main)

@@ -8,10 +8,10 @@ measurement of what was trained. Leaves out: decoding (generate.py), training th
     torchrun --nproc_per_node 2 train_draft.py ...
 """
 
-if __name__ == "__main__":  # before the imports that take seconds
-    from talon.cli import guard_imports
+if __name__ == "__main__":  # what follows is imported, which takes seconds, and its main is run
+    from talon.cli import start
 
-    guard_imports()
+    start("train_draft")
 
 import argparse
 import json
@@ -330,7 +330,3 @@ def evaluate(args: argparse.Namespace) -> int:
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     return evaluate(args) if args.evaluate else train(args)
-
-
-if __name__ == "__main__":
-    cli.run(main)

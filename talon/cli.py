@@ -11,8 +11,9 @@ import signal
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import NoReturn
 
 DEMO = Path("checkpoints/SmolLM2-135M-Instruct/talon.safetensors")
@@ -146,24 +147,6 @@ def interrupt(number: int, frame: FrameType | None) -> NoReturn:
     raise KeyboardInterrupt(number)
 
 
-def tell_importing(kind: type, error: BaseException, at: TracebackType | None) -> None:
-    """A hook for what ends the imports of a command."""
-    if not is_out_of_memory(error):
-        return sys.__excepthook__(kind, error, at)
-    print(f"error: {one_line(error)}", file=sys.stderr, flush=True)
-    os._exit(2)
-
-
-def guard_imports() -> None:
-    """A command's own imports take seconds: let Ctrl-C and too little memory end them in a line."""
-    sys.excepthook = tell_importing
-    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
-        signal.signal(signal.SIGINT, lambda *_: os._exit(130))
-    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-    if 0 <= limit < 10**9:  # libraries that torch imports would end this in an abort
-        raise MemoryError(f"the limit is {limit / 1e9:.2f} GB, and torch alone needs 1 GB")
-
-
 def run(main: Callable[[], int]) -> NoReturn:
     """Run a command's main and leave with its exit code; a user's mistake is never a traceback."""
     prepare_streams()
@@ -188,3 +171,21 @@ def run(main: Callable[[], int]) -> NoReturn:
         note("")
         code = 128 + (error.args[0] if error.args else signal.SIGINT)
     sys.exit(code)
+
+
+def start(command: str) -> NoReturn:
+    """Import a command's module, which takes seconds, and run its main: Ctrl-C and too little
+    memory end the imports in a line, too."""
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+        signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    try:
+        if 0 <= limit < 10**9:  # libraries that torch imports would end this in an abort
+            raise MemoryError(f"the limit is {limit / 1e9:.2f} GB, and torch alone needs 1 GB")
+        main = import_module(command).main
+    except (MemoryError, OSError, RuntimeError, ImportError) as error:
+        if not is_out_of_memory(error):
+            raise
+        note(f"error: {one_line(error)}")
+        os._exit(2)
+    run(main)

@@ -5,17 +5,17 @@
 The address it prints is the page's; clients add /v1 to it. Texts are decoded one at a time, a
 second request waits its turn. Ctrl-C or SIGTERM ends it."""
 
-if __name__ == "__main__":  # before the imports that take seconds
-    from talon.cli import guard_imports
+if __name__ == "__main__":  # what follows is imported, which takes seconds, and its main is run
+    from talon.cli import start
 
-    guard_imports()
+    start("talon.serving.__main__")
 
 import asyncio
 import signal
 import socket
 from argparse import Namespace
 
-from talon.cli import Parser, add_files, add_running_options, note, run
+from talon.cli import Parser, add_files, add_running_options, note
 from talon.sampling import SamplingConfig
 from talon.serving.server import LOCAL, MOST_HEAD, Server
 from talon.text import Engine, load
@@ -69,7 +69,3 @@ def main(argv: list[str] | None = None) -> int:
         raise ValueError(f"{given} cannot be listened at ({error}): give another") from None
     asyncio.run(serve(args, listening))
     return 0
-
-
-if __name__ == "__main__":
-    run(main)

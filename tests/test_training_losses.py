@@ -125,3 +125,18 @@ def test_one_batch_can_be_learnt_by_heart(family: str, tmp_path: Path) -> None:
     run = TrainingRun(model, head, data, config, tmp_path)
     best = max(run.train_step()["accuracy"][0] for _ in range(run.total))
     assert best >= 0.99
+
+
+@HEADS
+def test_every_level_is_taught_by_the_distribution_that_decoding_would_choose_from(
+    family: str,
+) -> None:
+    """The target's distributions are computed once; each level reads the rows that are its own."""
+    model, data = tiny_target(), random_data(3)
+    unrolled, batch = unrolled_of(model, family), batch_of(model, family, data)
+    teacher, rows = unrolled.teach(batch)
+    for level in range(3):
+        at = batch.counted(level)
+        chosen_from = F.linear(ahead(batch.final, level + 1)[at], unrolled.target_output)
+        mine = teacher[ahead(rows, level + 1)[at]]
+        torch.testing.assert_close(mine, chosen_from.softmax(-1))

@@ -146,17 +146,26 @@ class Unrolled(nn.Module):
             hidden = self.head(tokens, hidden, Place(rope, None, mask), memory)
             yield hidden
 
+    def teach(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The target's distributions over the draft vocabulary, fp32 [n, Vd], once for all levels;
+        int64 [B, T]: in which row that of the state at each position is, if an answer follows."""
+        used, output = ahead(batch.answer, 1), self.target_output
+        teacher = F.linear(batch.final[used].to(output.dtype), output).float().softmax(-1)
+        return teacher, used.flatten().cumsum(0).view_as(batch.ids) - 1
+
     def forward(
         self, batch: Batch, levels: int, noise: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """The loss, and a table [levels, 4] of sums over the counted entries: their number, right
         guesses, cross-entropy and feature loss."""
         loss, table = 0.0, []
+        teacher, rows = self.teach(batch)
         for level, hidden in enumerate(self.levels(batch, levels, noise)):
             at = batch.counted(level).flatten()
             wanted = ahead(batch.final, level + 1).flatten(0, 1)[at]
             choice = ahead(batch.choice, level + 1).flatten()[at]
-            ce, feature, right = self.level_loss(hidden[at], wanted, choice)
+            probabilities = teacher[ahead(rows, level + 1).flatten()[at]]
+            ce, feature, right = self.level_loss(hidden[at], wanted, probabilities, choice)
             weight = self.config.level_decay**level
             loss = loss + weight * (ce + self.config.feature_weight * feature)
             count = at.sum().float()
@@ -164,15 +173,13 @@ class Unrolled(nn.Module):
         return loss, torch.stack(table)
 
     def level_loss(
-        self, hidden: Tensor, wanted: Tensor, choice: Tensor
+        self, hidden: Tensor, wanted: Tensor, teacher: Tensor, choice: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Soft cross-entropy over the draft vocabulary, feature loss, number of right guesses."""
         if not hidden.shape[0]:
             zero = hidden.sum() * 0
             return zero, zero, zero.detach().float()
         logits = self.head.logits(hidden).float()
-        output = self.target_output
-        teacher = F.linear(wanted.to(output.dtype), output).float().softmax(-1)
         ce = -(teacher * logits.log_softmax(-1)).sum(-1)
         # Where the choice is outside the draft vocabulary, the rest of the distribution is noise.
         known = self.known[choice]

@@ -87,11 +87,11 @@ def test_chi_square_of_two_tokens_against_the_reference_distribution(prompt, tmp
     torch.testing.assert_close(
         logits.softmax(0), golden[f"{prompt}.p_next"].float(), atol=1e-5, rtol=1e-3
     )
-    first = draw(logits, 40_000, temperature=1.0, seed=1)
+    first = draw(logits, 10_000, temperature=1.0, seed=1)
     assert p_value(first.bincount(minlength=256), golden[f"{prompt}.p_next"]) > 1e-4
     for index, token in enumerate(golden[f"{prompt}.top8_ids"].tolist()[:3]):
         logits = full_logits(engine.decoder.model, [*ids, token])[-1]
-        second = draw(logits, 40_000, temperature=1.0, seed=2)
+        second = draw(logits, 10_000, temperature=1.0, seed=2)
         wanted = golden[f"{prompt}.p_second_given_first"][index]
         assert p_value(second.bincount(minlength=256), wanted) > 1e-4
 

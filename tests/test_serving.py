@@ -543,15 +543,21 @@ def test_a_mistake_of_ours_is_told_to_the_log_and_the_server_goes_on(tokenizer, 
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_the_text_under_way_and_the_server(world, number):
-    with command(world, "--port", "0") as (process, port), connect(port) as connection:
+def test_the_command_says_what_it_serves_and_a_signal_ends_its_text_and_the_server(world, number):
+    options = "--port", "0", "--max_seq_length", "2048"
+    with command(world, *options) as (process, port):
+        answer = ask(port, messages=HELLO, max_tokens=4)
+        assert answer["system_fingerprint"] == "talon.safetensors, fp32, tree chain:2"
+        long = [{"role": "user", "content": "x" * 2200}]
+        assert "2048" in refused(port, post({"messages": long}), 400)["message"]
         fields = {"messages": HELLO, "stream": True, "temperature": 0, "ignore_eos": True}
-        connection.sendall(post(fields))
-        assert connection.recv(1, socket.MSG_PEEK)
-        process.send_signal(number)
-        status, _, body = receive(connection)
-        assert status == 200 and b"the server is stopping" in body
-        assert process.wait(20) == 0
+        with connect(port) as connection:
+            connection.sendall(post(fields))
+            assert connection.recv(1, socket.MSG_PEEK)
+            process.send_signal(number)
+            status, _, body = receive(connection)
+            assert status == 200 and b"the server is stopping" in body
+            assert process.wait(20) == 0
         assert "Traceback" not in process.stderr.read()
 
 
@@ -579,11 +585,3 @@ def test_what_cannot_be_served_is_refused_in_one_line(world, tmp_path, capfd, ar
     error = capfd.readouterr().err
     assert ended.value.code == 2 and len(error.splitlines()) == 1
     assert error.startswith("error: ") and words in error
-
-
-def test_the_command_says_what_it_serves(world):
-    with command(world, "--port", "0", "--max_seq_length", "512") as (_, port):
-        answer = ask(port, messages=HELLO, max_tokens=4)
-        assert answer["system_fingerprint"] == "talon.safetensors, fp32, tree chain:2"
-        long = [{"role": "user", "content": "x" * 600}]
-        assert "512" in refused(port, post({"messages": long}), 400)["message"]

@@ -22,18 +22,20 @@ import json
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Iterator
-from dataclasses import asdict
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
 from typing import TextIO
 
 import torch
 
+from eagle_draft import DraftHead
 from talon.checking import compare_ids
 from talon.cli import DEMO, Parser, note
-from talon.decoder import Decoder
+from talon.decoder import Decoder, Generation
 from talon.loading import DTYPES, Files, device_name, fit_context, open_files, pick_device
+from talon.measuring.answers import write_answers
 from talon.measuring.methods import (
     PEERS,
     TREES,
@@ -47,9 +49,31 @@ from talon.measuring.methods import (
     our_methods,
     peer_names,
 )
-from talon.measuring.report import Cell, complete, page, summarize, versions, write_reports
-from talon.measuring.roofline import CARDS, STREAM, predict, readers, roofline_table
-from talon.prompts import BUILT_IN, encode_question, made_up_prompts, read_questions, spread
+from talon.measuring.report import (
+    Cell,
+    by_category,
+    complete,
+    page,
+    summarize,
+    versions,
+    write_reports,
+)
+from talon.measuring.roofline import (
+    CARDS,
+    STREAM,
+    predict,
+    readers,
+    roofline_table,
+    same_acceptance,
+)
+from talon.prompts import (
+    BUILT_IN,
+    Question,
+    encode_question,
+    made_up_prompts,
+    read_questions,
+    spread,
+)
 from talon.records import bytes_per_round, project_commit
 from talon.sampling import SamplingConfig
 from talon.tuning.choice import forget_choices
@@ -99,7 +123,11 @@ def measure_prompt(group: list[TalonMethod | Peer], task: Task, on_gpu: bool) ->
 
 
 def results(
-    methods: list[TalonMethod | Peer], cells: list[Cell], prompts: list[list[int]], args: Namespace
+    methods: list[TalonMethod | Peer],
+    cells: list[Cell],
+    prompts: list[list[int]],
+    args: Namespace,
+    questions: Sequence[Question] = (),
 ) -> list[dict]:
     """The summary of every method at every temperature, in the order of the methods."""
     kept, rows = complete(cells, len(methods)), []
@@ -110,6 +138,10 @@ def results(
         mine, others = ([c for c in kept if (c.method, c.temperature) == w] for w in wanted)
         if mine:
             rows.append(summarize(method, mine, others))
+            rows[-1]["categories"] = by_category(mine, questions) if questions else {}
+            if not method.own_sampler:
+                tree, length = method.decoders[temperature].tree, rows[-1]["acceptance_length"]
+                rows[-1]["rtx3090"] = same_acceptance(tree, method.family, length)
             if method is not base and (temperature == 0 or not method.own_sampler):
                 decoder = base.decoders[temperature]
                 rows[-1]["ids"] = compare_all(mine, others, decoder, prompts, args.seed)
@@ -152,7 +184,7 @@ def cost_curves(args: Namespace, targets: list[Target], context: int) -> dict:
     curves = []
     for index, (target, decoder) in enumerate(zip(targets, decoders, strict=True)):
         heads, moved = {}, bytes_per_round(decoder, committed)
-        for head in target.heads:
+        for head in (head for head in target.heads if isinstance(head.module, DraftHead)):
             beams = [beam for beam in BEAMS if beam <= head.module.config.draft_vocab_size]
             costs = head_costs(decoder, head.module, beams, committed, args.compile)
             heads[head.name] = {beam: s * 1e3 for beam, s in costs.level.items()}
@@ -173,11 +205,17 @@ def parse_args(argv: list[str] | None) -> Namespace:
     add = parser.add_argument
     add("--checkpoint_path", type=Path, action="append", help="target file; may be repeated")
     add("--draft_checkpoint_path", type=Path, action="append", help="head file; may be repeated")
-    add("--tree", action="append", help=f"tree of every head; may be repeated ({', '.join(TREES)})")
+    add(
+        "--tree",
+        action="append",
+        help=f"of every head, or preset; may be repeated ({', '.join(TREES)})",
+    )
     add("--lookup", type=int, default=5, help="tokens that prompt lookup guesses; 0 leaves it out")
+    add("--lookahead", default="", metavar="W,N,G", help="Lookahead decoding too, such as 5,3,5")
     add("--peers", default="auto", help=f"auto, none or some of {', '.join(PEERS)}, with commas")
     add("--gguf", type=Path, help="file for llama.cpp (default: the one next to the checkpoint)")
     add("--questions", type=Path, default=BUILT_IN, help="FastChat-style question.jsonl")
+    add("--turns", type=int, default=1, choices=[1, 2], help="2: their second turns too")
     add("--num_prompts", type=int, default=32, help="prompts to use, from all categories in turn")
     bad = "what to do about unusable lines"
     add("--bad_questions", default="refuse", choices=["refuse", "skip"], help=bad)
@@ -233,24 +271,29 @@ def check_args(args: Namespace) -> None:
         peer_names(args.peers)
 
 
-def read_prompts(args: Namespace, files: Files) -> tuple[list[list[int]], list[str]]:
-    """The prompts as ids, and what was left out. A bad line of a file of the user's is refused or
-    skipped, as --bad_questions says; a prompt of our own is only too long for a small context."""
+def read_prompts(
+    args: Namespace, files: Files
+) -> tuple[list[list[int]], list[Question], list[str]]:
+    """The prompts as ids, their questions, and what was left out. A bad line of a file of the
+    user's is refused or skipped, as --bad_questions says; a prompt of our own is only too long for
+    a small context."""
     own, config, tokenizer = args.questions == BUILT_IN, files.config, files.tokenizer
     context = fit_context(args.max_seq_length, config, 10**9)
     limit = context - args.max_new_tokens
     if tokenizer is None and own:
         note("note: no tokenizer next to the checkpoint: made-up ids stand in for the prompts")
-        return made_up_prompts(config.vocab_size, args.num_prompts, max(limit, 1)), []
+        prompts = made_up_prompts(config.vocab_size, args.num_prompts, max(limit, 1))
+        return prompts, [Question(n, n, "", "") for n in range(len(prompts))], []
     if tokenizer is None:
         place = args.checkpoint_path[0]
         raise ValueError(f"--questions needs a tokenizer: copy tokenizer.json next to {place}")
     questions, problems = read_questions(args.questions)
-    prompts = []
+    prompts, used = [], []
     for question in spread(questions, args.num_prompts):
         ids = encode_question(question, tokenizer)
         if len(ids) <= limit:
             prompts.append(ids)
+            used.append(question)
         else:
             problems.append(
                 f"{args.questions}, line {question.line}: {len(ids)} tokens and "
@@ -263,15 +306,37 @@ def read_prompts(args: Namespace, files: Files) -> tuple[list[list[int]], list[s
     if not prompts:
         advice = "lower --max_new_tokens or raise --max_seq_length" if own else "repair a line"
         raise ValueError(f"{args.questions}: no usable question is left: {advice}")
-    return prompts, problems
+    return prompts, used, problems
+
+
+def second_turns(
+    args: Namespace, target: Target, prompts: list[list[int]], questions: list[Question]
+) -> None:
+    """Append the second turns, each behind the target's own greedy answer to the first."""
+    tokenizer, config = target.files.tokenizer, target.files.config
+    longest = fit_context(args.max_seq_length, config, 10**9)
+    context = min(longest, max(map(len, prompts)) + args.max_new_tokens + 1)
+    decoder = Decoder(target.model, context, compile=args.compile)
+    for ids, question in list(zip(prompts, questions, strict=True)):
+        if tokenizer is None or not question.later:
+            continue
+        stop_ids = frozenset(config.eos_ids)
+        run = Generation(decoder, ids, SamplingConfig(), args.max_new_tokens, stop_ids)
+        answer = tokenizer.decode(token for token, _ in run)
+        both = encode_question(question, tokenizer, answer or " ")
+        if len(both) + args.max_new_tokens <= longest:
+            prompts.append(both)
+            questions.append(replace(question, turn=2))
 
 
 def compare(args: Namespace, argv: list[str]) -> int:
     """The side-by-side measurement. Returns the exit code."""
     opened = [open_files(path) for path in args.checkpoint_path]
     config = opened[0].config
-    prompts, skipped = read_prompts(args, opened[0]) if args.decoding else ([], [])
+    prompts, questions, skipped = read_prompts(args, opened[0]) if args.decoding else ([],) * 3
     targets = load_all(args, opened)
+    if args.turns == 2 and prompts:
+        second_turns(args, targets[0], prompts, questions)
     need = max(map(len, prompts)) + args.max_new_tokens + 1 if prompts else 256
     context = fit_context(args.max_seq_length or min(need, config.max_seq_length), config)
     stop_ids = frozenset() if args.ignore_eos else frozenset(config.eos_ids)
@@ -294,11 +359,13 @@ def compare(args: Namespace, argv: list[str]) -> int:
     except KeyboardInterrupt:
         report["interrupted"] = True
         note("interrupted: reporting what was measured")
-    report["methods"] = results(methods, cells, prompts, args)
+    report["methods"] = results(methods, cells, prompts, args, questions)
     # The table for people, then one line for machines, then the files.
     print(f"{page(report)}\n\n{json.dumps(report)}", flush=True)
     if args.out is not None:
         write_reports(args.out, report)
+        if targets[0].files.tokenizer is not None:
+            write_answers(args.out, cells, questions, targets[0].files.tokenizer)
     return 130 if report["interrupted"] else 0
 
 

@@ -1,8 +1,8 @@
 """Prompts for measuring: the sets that ship with the project, or any FastChat-style question.jsonl.
 
-One JSON object a line: `turns`, a list of user messages of which the first is used, or `prompt`,
-one message; `question_id` and `category` where the set has them. What `--tree auto` is tuned on is
-never what the benchmark measures by itself. Leaves out: what is measured with them."""
+One JSON object a line: `turns`, a list of user messages, or `prompt`, one message; `question_id`
+and `category` where the set has them. What `--tree auto` is tuned on is never what the benchmark
+measures by itself. Leaves out: what is measured with them."""
 
 import json
 from collections.abc import Iterator
@@ -22,6 +22,8 @@ class Question:
     question_id: int | str
     category: str
     text: str
+    later: tuple[str, ...] = ()  # further turns
+    turn: int = 1
 
 
 def json_lines(path: Path) -> Iterator[tuple[int, dict, str]]:
@@ -61,8 +63,8 @@ def read_questions(path: Path) -> tuple[list[Question], list[str]]:
             problems.append(f"{path}, line {number}: {problem}")
         else:
             name, category = row.get("question_id", number), row.get("category", "")
-            text = row["turns"][0] if "turns" in row else row["prompt"]
-            questions.append(Question(number, name, category, text))
+            text, *later = row["turns"] if "turns" in row else [row["prompt"]]
+            questions.append(Question(number, name, category, text, tuple(later)))
     if not questions and not problems:
         raise ValueError(f"{path} is empty: give one JSON object a line, with `turns`")
     return questions, problems
@@ -83,11 +85,15 @@ def wrong_with(row: dict) -> str:
     return ""
 
 
-def encode_question(question: Question, tokenizer: Tokenizer) -> list[int]:
-    """Token ids, as a chat's first message where the model has a template."""
-    if tokenizer.has_chat_template:
-        return tokenizer.encode_chat([{"role": "user", "content": question.text}])
-    return tokenizer.encode(question.text)
+def encode_question(question: Question, tokenizer: Tokenizer, answer: str = "") -> list[int]:
+    """Token ids, as a chat's first message where the model has a template; with the answer to it,
+    up to the second turn."""
+    texts = [question.text, answer, question.later[0]] if answer else [question.text]
+    if not tokenizer.has_chat_template:
+        return tokenizer.encode("\n\n".join(texts))
+    roles = "user", "assistant", "user"
+    messages = zip(roles, texts, strict=False)
+    return tokenizer.encode_chat([{"role": role, "content": text} for role, text in messages])
 
 
 def spread(questions: list[Question], count: int) -> list[Question]:

@@ -6,9 +6,11 @@ import shutil
 
 import pytest
 from tiny import GOLDEN, converted
+from tiny_training import tiny_target, train, write_lines, write_target
 
 import benchmark
 from talon.measuring.methods import TalonMethod
+from talon.measuring.roofline import same_acceptance
 from talon.trees import parse_tree
 from talon.tuning import choice as tuning
 from talon.tuning.choice import Choice
@@ -33,6 +35,7 @@ METHOD = {
     "bandwidth_bytes_per_s": float | None,
     "memory_bytes": int,
     "peak_memory_bytes": int | None,
+    "categories": dict,
 }
 REPORT = {
     "argv": list,
@@ -67,7 +70,7 @@ def check_schema(value: dict, schema: dict, also: tuple[str, ...] = ()) -> None:
 def check_report(report: dict) -> None:
     check_schema(report, REPORT, ("read_bytes_per_s",))
     for row in report["methods"]:
-        check_schema(row, METHOD, ("ids",))
+        check_schema(row, METHOD, ("ids", "rtx3090"))
     for curve in report["row_costs"]:
         check_schema(curve, CURVE)
 
@@ -239,3 +242,68 @@ def test_a_refused_run_leaves_earlier_results_alone(files, tmp_path):
 def test_a_tree_without_a_head_is_refused(files):
     with pytest.raises(ValueError, match="--draft_checkpoint_path"):
         benchmark.main(["--checkpoint_path", str(files[0]), "--tree", "static"])
+
+
+# ---------------------------------------------------------------- turns, categories, answer files
+
+
+@pytest.fixture(scope="module")
+def with_text(tmp_path_factory):
+    """A target with a tokenizer, a smaller one and Medusa heads for it, questions of two turns."""
+    base = tmp_path_factory.mktemp("text")
+    target = write_target(base / "target", tiny_target())
+    small = write_target(base / "small", tiny_target(1, dim=16, n_layer=1, n_head=2, n_kv_head=1))
+    ids = [[2 + (7 * n + i) % 9 for i in range(40)] for n in range(8)]
+    data = write_lines(base / "data.jsonl", [{"ids": row, "spans": [[6, 40]]} for row in ids])
+    heads = train(target, data, base / "out", "--head", "medusa", "--unroll", 2, "--epochs", 1)
+    rows = [
+        {"question_id": 81, "category": "writing", "turns": ["one one", "and two"]},
+        {"question_id": 82, "category": "maths", "turns": ["three"]},
+        {"task_id": "HumanEval/0", "prompt": "def f(x):", "entry_point": "f", "test": ""},
+    ]
+    return target, small, heads, write_lines(base / "question.jsonl", rows)
+
+
+def test_both_turns_categories_every_source_and_answer_files(with_text, tmp_path, capsys):
+    target, small, heads, questions = with_text
+    argv = ["--checkpoint_path", target, "--draft_checkpoint_path", small]
+    argv += ["--draft_checkpoint_path", heads, "--tree", "preset", "--tree", "chain:3"]
+    argv += ["--questions", questions, "--turns", 2, "--lookahead", "3,3,2", "--out", tmp_path]
+    argv += "--num_prompts 9 --max_new_tokens 12 --repeats 1 --no_compile --peers none".split()
+    argv += ["--temperature", 0, "--no_row_costs", "--ignore_eos"]
+    assert benchmark.main([str(word) for word in argv]) == 0
+    printed = capsys.readouterr()
+    report = json.loads(printed.out.splitlines()[-1])
+    check_report(report)
+    rows = {row["method"]: row for row in report["methods"]}
+    assert "without" in printed.err and "are 2 Medusa heads" in printed.err
+    assert len(rows) == 6 and rows["fp32 talon_draft preset"]["tree"] == "medusa"
+    assert report["prompts"]["count"] == 4  # three, and a second turn
+    for row in rows.values():
+        assert set(row["categories"]) == {"all", "maths", "writing"} and row["rtx3090"] > 0
+        assert row.get("ids", {}).get("identical", 4) == 4
+    assert "| acceptance (tokens/s) | T | all | maths | writing |" in printed.out
+    files = sorted(path.name for path in (tmp_path / "answers").iterdir())
+    assert len(files) == 6 and "fp32_lookahead_3_3_2-0.jsonl" in files
+    for name in files:
+        check_answers(tmp_path / "answers" / name)
+
+
+def check_answers(path):
+    """What EAGLE's and Spec-Bench's scripts read: tokens over seconds, tokens of a round."""
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [row["question_id"] for row in rows] == [81, 82, 3]
+    for row, turns in zip(rows, (2, 1, 1), strict=True):
+        choice = row["choices"][0]
+        assert {"index", "turns", "idxs", "new_tokens", "wall_time"} <= set(choice)
+        for key in ("turns", "idxs", "new_tokens", "wall_time"):
+            assert len(choice[key]) == turns
+        assert choice["new_tokens"] == [12] * turns and min(choice["wall_time"]) > 0
+        assert len(choice["accept_lengths"]) == sum(choice["idxs"])
+        assert sum(choice["accept_lengths"]) == sum(choice["new_tokens"]) - turns  # of the prompts
+
+
+def test_the_same_acceptance_on_a_card_costs_what_its_source_drafts():
+    fast = same_acceptance(parse_tree("lookup:4"), "", 3.0)
+    found = [same_acceptance(parse_tree("chain:4"), kind, 3.0) for kind in ("medusa", "eagle1")]
+    assert fast > found[0] > found[1] > same_acceptance(parse_tree("chain:4"), "model", 3.0)

@@ -122,7 +122,7 @@ def test_a_peer_that_is_not_installed_is_named_with_the_command_that_installs_it
         methods.peer_names("llama.cpp")
     assert methods.open_peers(arguments("auto"), target_in(tmp_path), 64) == []
     said = capsys.readouterr().err.splitlines()
-    assert len(said) == 3 and all("pip install" in line for line in said)
+    assert len(said) == 4 and all("pip install" in line for line in said)
 
 
 def test_unknown_and_impossible_peers_are_one_line(tmp_path, monkeypatch, capsys):
@@ -134,7 +134,7 @@ def test_unknown_and_impossible_peers_are_one_line(tmp_path, monkeypatch, capsys
         with pytest.raises(ValueError, match=f"peer {name}.*{missing}"):
             methods.open_peers(arguments(name), target_in(tmp_path), 64)
     assert methods.open_peers(arguments("auto"), target_in(tmp_path), 64) == []
-    assert capsys.readouterr().err.count("without ") == 3
+    assert capsys.readouterr().err.count("without ") == 4
 
 
 class Llama:
@@ -156,7 +156,9 @@ class Llama:
 def test_llama_cpp_runs_where_ours_does_or_is_refused(tmp_path, monkeypatch):
     package = ModuleType("llama_cpp")
     package.Llama, package.llama_supports_gpu_offload = Llama, lambda: False
+    speculative = ModuleType("llama_cpp.llama_speculative")
     monkeypatch.setitem(sys.modules, "llama_cpp", package)
+    monkeypatch.setitem(sys.modules, "llama_cpp.llama_speculative", speculative)
     path = tmp_path / "Model.Q4_1.gguf"
     path.write_bytes(b"12345")
     with pytest.raises(ValueError, match="built without a GPU"):
@@ -164,6 +166,9 @@ def test_llama_cpp_runs_where_ours_does_or_is_refused(tmp_path, monkeypatch):
     peer = LlamaCppPeer(path, 64, torch.device("cpu"))
     assert peer.llama.options["n_gpu_layers"] == 0
     assert (peer.name, peer.memory_bytes) == ("llama.cpp Q4_1", 5)
+    speculative.LlamaPromptLookupDecoding = lambda num_pred_tokens: num_pred_tokens
+    peer = LlamaCppPeer(path, 64, torch.device("cpu"), lookup=True)
+    assert peer.name == "llama.cpp-lookup Q4_1" and peer.llama.options["draft_model"] == 10
     task = Task([1, 2], SamplingConfig(1.0, seed=2**40), 6, frozenset({7}))
     (decoded,) = benchmark.measure_prompt([peer], task, on_gpu=False)
     assert decoded.tokens == [3, 4, 5, 6, 7] and decoded.stats.rounds == 4

@@ -54,7 +54,8 @@ def test_a_bad_line_is_named_by_its_number(tmp_path, line, problem):
 def test_a_question_needs_no_more_than_its_text(tmp_path):
     lines = ('{"turns": ["one", "two"]}', '{"prompt": "three"}')
     questions, problems = read_questions(write_lines(tmp_path / "q.jsonl", *lines))
-    assert questions == [Question(1, 1, "", "one"), Question(2, 2, "", "three")] and not problems
+    wanted = [Question(1, 1, "", "one", ("two",)), Question(2, 2, "", "three")]
+    assert questions == wanted and not problems
 
 
 def test_unreadable_question_files_are_one_line(tmp_path):
@@ -113,7 +114,7 @@ def test_bad_and_too_long_questions_are_refused_or_skipped_as_the_flag_says(tmp_
         path = str(write_lines(tmp_path / "q.jsonl", GOOD, bad))
         with pytest.raises(ValueError, match=f"{said}.*--bad_questions skip"):
             prompts_from("--questions", path)
-        prompts, skipped = prompts_from("--questions", path, "--bad_questions", "skip")
+        prompts, _, skipped = prompts_from("--questions", path, "--bad_questions", "skip")
         assert prompts == [[0, 1]] and len(skipped) == 1
         assert said in capsys.readouterr().err
     path = str(write_lines(tmp_path / "q.jsonl", "{"))
@@ -122,10 +123,11 @@ def test_bad_and_too_long_questions_are_refused_or_skipped_as_the_flag_says(tmp_
 
 
 def test_prompts_of_our_own_that_a_small_context_cannot_hold_are_left_out(capsys):
-    every, skipped = prompts_from(context=10_000)
+    every, _, skipped = prompts_from(context=10_000)
     assert len(every) == 32 and not skipped
-    some, skipped = prompts_from(context=60)
+    some, questions, skipped = prompts_from(context=60)
     assert some == [ids for ids in every if len(ids) <= 50] and 0 < len(some) < 32
+    assert len(questions) == len(some)
     assert len(skipped) == 32 - len(some)
     assert "do not fit into the context of 60" in capsys.readouterr().err
     with pytest.raises(ValueError, match="--max_new_tokens") as caught:

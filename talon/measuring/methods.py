@@ -43,6 +43,7 @@ PEERS = {
     "transformers": "transformers",
     "transformers-lookup": "transformers",
     "llama.cpp": "llama_cpp",
+    "llama.cpp-lookup": "llama_cpp",
 }
 
 INSTALL = "pip install 'transformers' 'llama-cpp-python'   (the extra: pip install -e '.[bench]')"
@@ -77,9 +78,11 @@ class TalonMethod:
     own_sampler = False
 
     def __init__(
-        self, name: str, target: str, decoders: dict[float, Decoder], plain: bool = False
+        self, name: str, target: str, decoders: dict[float, Decoder], family: str = ""
     ) -> None:
-        self.name, self.target, self.decoders, self.plain = name, target, decoders, plain
+        """family: of the head, or "model"; empty without one."""
+        self.name, self.target, self.decoders, self.family = name, target, decoders, family
+        self.plain = name == f"{target} plain"
         self.trees = {temperature: decoder.tree.name for temperature, decoder in decoders.items()}
         self.memory_bytes = max(map(held_bytes, decoders.values()))
 
@@ -158,9 +161,18 @@ def our_methods(args: Namespace, targets: list[Target], context: int) -> Iterato
             sources.append((f"{head.name} {tree}", tree, head))
         if args.lookup:
             sources.append((f"lookup:{args.lookup}", f"lookup:{args.lookup}", None))
+        if args.lookahead:
+            sources.append((f"lookahead:{args.lookahead}", f"lookahead:{args.lookahead}", None))
         for name, tree, head in sources:
-            decoders = make_decoders(args, target.model, tree, head, context)
-            yield TalonMethod(f"{target.name} {name}", target.name, decoders, name == "plain")
+            try:
+                decoders = make_decoders(args, target.model, tree, head, context)
+            except ValueError as error:
+                if len(target.heads) == 1 or head is None:
+                    raise
+                note(f"without {name}: {error}")
+                continue
+            family = head and getattr(head.files.head_config, "family", "model")
+            yield TalonMethod(f"{target.name} {name}", target.name, decoders, family or "")
 
 
 def make_decoders(
@@ -169,7 +181,8 @@ def make_decoders(
     """The decoder of every temperature. Only `auto` makes more than one."""
     module = head and head.module
     if name != "auto":
-        tree = fit_tree(parse_tree(name), head and head.files.head_config)
+        asked = None if name == "preset" else parse_tree(name)
+        tree = fit_tree(asked, head and head.files.head_config)
         decoder = Decoder(model, context, module, tree, args.compile)
         return dict.fromkeys(args.temperature, decoder)
     decoders = {}
@@ -262,15 +275,23 @@ class TransformersPeer(Peer):
 class LlamaCppPeer(Peer):
     """llama.cpp through llama-cpp-python, on a GGUF file of the same model."""
 
-    def __init__(self, path: Path, context: int, device: torch.device) -> None:
+    def __init__(
+        self, path: Path, context: int, device: torch.device, lookup: bool = False
+    ) -> None:
+        """lookup: with its own prompt lookup, whose forwards it does not tell apart."""
         from llama_cpp import Llama, llama_supports_gpu_offload
 
-        super().__init__(f"llama.cpp {path.stem.rpartition('.')[2]}", path.stat().st_size)
+        name = "llama.cpp-lookup" if lookup else "llama.cpp"
+        super().__init__(f"{name} {path.stem.rpartition('.')[2]}", path.stat().st_size)
         on_gpu = device.type == "cuda"
         if on_gpu and not llama_supports_gpu_offload():
             raise ValueError("llama.cpp was built without a GPU here and would run on the CPU")
         options = dict.fromkeys(("n_threads", "n_threads_batch"), torch.get_num_threads())
         options |= {"n_ctx": context, "n_gpu_layers": -1 if on_gpu else 0}
+        if lookup:
+            from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
+
+            options["draft_model"] = LlamaPromptLookupDecoding(num_pred_tokens=10)
         self.llama = Llama(str(path), **options, verbose=False)
 
     def decode(self, task: Task, mark: Callable[[int], None]) -> list[int]:
@@ -310,8 +331,9 @@ def open_peers(args: Namespace, target: Target, context: int) -> list[Peer]:
         try:
             if importlib.util.find_spec(PEERS[name]) is None:
                 raise ValueError(f"not installed: {INSTALL}")
-            if name == "llama.cpp":
-                opened[name] = open_llama_cpp(args.gguf, target, context)
+            if name.startswith("llama.cpp"):
+                lookup = name.endswith("lookup")
+                opened[name] = open_llama_cpp(args.gguf, target, context, lookup)
             else:
                 opened[name] = open_transformers(name, target, opened.get("transformers"))
         except (ValueError, OSError) as error:
@@ -322,11 +344,11 @@ def open_peers(args: Namespace, target: Target, context: int) -> list[Peer]:
     return list(opened.values())
 
 
-def open_llama_cpp(gguf: Path | None, target: Target, context: int) -> Peer:
+def open_llama_cpp(gguf: Path | None, target: Target, context: int, lookup: bool) -> Peer:
     found = [gguf] if gguf else sorted(target.path.parent.glob("*.gguf"))
     if not found:
         raise ValueError(f"give a GGUF file with --gguf, or put one next to {target.path}")
-    return LlamaCppPeer(found[0], context, target.model.norm.weight.device)
+    return LlamaCppPeer(found[0], context, target.model.norm.weight.device, lookup)
 
 
 def open_transformers(name: str, target: Target, other: TransformersPeer | None) -> Peer:

@@ -18,6 +18,7 @@ import torch
 
 from talon.cli import note
 from talon.measuring.methods import Decoded, Peer, TalonMethod
+from talon.prompts import Question
 from talon.records import markdown_table, short_commit
 from talon.writing import atomic_file
 
@@ -115,6 +116,19 @@ def summarize(method: TalonMethod | Peer, cells: list[Cell], plain: list[Cell]) 
     }
 
 
+def by_category(cells: list[Cell], questions: list[Question]) -> dict[str, dict]:
+    """Acceptance length and speed of a method on the prompts of each category."""
+    groups: dict[str, list[Cell]] = {}
+    for cell in cells:
+        groups.setdefault(questions[cell.prompt].category or "all", []).append(cell)
+    found = {}
+    for category, group in sorted(groups.items()):
+        stats = [run.stats for run in typical(group)]
+        length = ratio(sum(s.emitted for s in stats), sum(s.rounds for s in stats))
+        found[category] = {"acceptance_length": length, "tokens_per_s": speed(typical(group))}
+    return found
+
+
 # ---------------------------------------------------------------- tables
 
 
@@ -160,6 +174,23 @@ def method_table(rows: list[dict]) -> str:
     return markdown_table(lines) if rows else ""
 
 
+def category_table(rows: list[dict]) -> str:
+    """Markdown: acceptance length, and tokens per second, by category; what an RTX 3090 is
+    predicted to do with an 8B of this acceptance (roofline.py). Empty for one category."""
+    names = list(rows[0].get("categories", ())) if rows else []
+    if len(names) < 2:
+        return ""
+    lines = [["acceptance (tokens/s)", "T", *names, "8B on a 3090, predicted"]]
+    for row in rows:
+        found = (row["categories"].get(name) for name in names)
+        shown = [
+            f"{c['acceptance_length']:.2f} ({c['tokens_per_s']:.0f})" if c else "" for c in found
+        ]
+        card = f"{row['rtx3090']:.0f}" if "rtx3090" in row else ""
+        lines.append([row["method"], f"{row['temperature']:g}", *shown, card])
+    return markdown_table(lines)
+
+
 def curve_table(curves: list[dict]) -> str:
     """Markdown: milliseconds of a forward by its rows and of reading alone, and of draft levels."""
     if not curves:
@@ -194,7 +225,9 @@ def heading(report: dict) -> str:
 
 def page(report: dict) -> str:
     """All of it for people."""
-    parts = heading(report), method_table(report["methods"]), curve_table(report["row_costs"])
+    rows = report["methods"]
+    parts = heading(report), method_table(rows), category_table(rows)
+    parts = *parts, curve_table(report["row_costs"])
     return "\n\n".join(filter(None, parts))
 
 

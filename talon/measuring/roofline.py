@@ -20,6 +20,7 @@ import torch
 
 from model import ModelConfig
 from talon.records import markdown_table
+from talon.trees import Tree
 
 EFFICIENCY = 0.90  # of the data sheet's bandwidth and rate that a good kernel reaches
 
@@ -167,6 +168,25 @@ def prediction(c: ModelConfig, precision: str, head: Published | None, card: Car
         "round_ms": (draft + verify) * 1e3,
         "tokens_per_s": length / (draft + verify),
     }
+
+
+def same_acceptance(tree: Tree, family: str, length: float) -> float:
+    """Tokens per second of LLaMA-3.1-8B in int8 on an RTX 3090, drafted as `tree` says by a head of
+    this family, a model as large as LLaMA-3.2-1B ("model") or the text alone (""), of this
+    acceptance length."""
+    c, card = MODELS["LLaMA-3.1-8B"], CARDS["rtx3090"]
+    draft = 0.0
+    if family == "model":
+        small = llama(16, 2048, 4, 8192, c.vocab_size)
+        draft = tree.levels * target_seconds(small, "int8", tree.beam, card)
+    elif family == "medusa":
+        read = tree.levels * c.dim**2 + c.vocab_size * c.dim
+        draft = pass_seconds(read, 0, "int8", tree.levels, card)
+    elif family:
+        words = c.vocab_size if family == "eagle1" else 32000
+        head = Published("", "", family, words, tree.nodes, tree.levels, tree.beam, length)
+        draft = draft_seconds(c, "int8", head, card)
+    return length / (draft + target_seconds(c, "int8", tree.nodes, card))
 
 
 def roofline_table(card: Card) -> str:

@@ -81,7 +81,9 @@ def linear(outputs: int, inputs: int, rows: int, mode: str) -> float:
     rate = CARD.rate8 if mode == "int8-dynamic" else CARD.rate16
     tensor = 2 * weights * block * -(-rows // block) / rate
     issue = weights / 8192 * ISSUE[mode][block] / SMS / CLOCK
-    parts = 8 * split * block * outputs / L2 if split > 1 else 0
+    parts = (
+        4 * (2 * split - 1) * rows * outputs / L2 if split > 1 else 0
+    )  # written, all others read
     memory = weights * BYTES[mode] / CARD.bandwidth
     return max(memory / STREAM, turns * max(tensor, issue) / WORK) + parts + BIG
 
@@ -120,20 +122,23 @@ def target(c: ModelConfig, rows: int, mode: str, context: int) -> float:
     """Seconds of one forward with the choice of a token after each row."""
     layers = c.n_layer * layer(c, c.dim, rows, mode, context, rows > 1)
     choice = linear(c.vocab_size, c.dim, rows, mode) + rows * c.vocab_size * 2 / L2
-    return layers + choice + 9 * SMALL  # embedding, places, norm, accept
+    return layers + choice + 6 * SMALL  # embedding, positions, the norm, accept
 
 
 def draft(c: ModelConfig, d: Draft, mode: str, context: int) -> float:
-    """Seconds of growing, selecting and catching up."""
+    """Seconds of growing, selecting and catching up. Small launches as scripts/count_kernels.py
+    counts them, of which `layer` has two."""
     wide = d.family == "eagle3"
 
     def one(rows: int, tree: bool) -> float:
         fc = 0 if wide and tree else linear(c.dim, (3 if wide else 2) * c.dim, rows, mode)
-        return layer(c, c.dim * (1 + wide), rows, mode, context, tree) + fc + 5 * SMALL
+        return layer(c, c.dim * (1 + wide), rows, mode, context, tree) + fc
 
-    lm_head = [linear(d.vocab, c.dim, rows, mode) + 3 * SMALL for rows in (1, d.beam)]
-    levels = (d.levels - 1) * (one(d.beam, True) + lm_head[1])
-    return lm_head[0] + levels + one(d.levels + 1, False) + (6 + 31) * SMALL
+    lm_head = [linear(d.vocab, c.dim, rows, mode) for rows in (1, d.beam)]
+    level = one(d.beam, True) + lm_head[1] + 4 * SMALL  # 3 of Inductor's, the best
+    selecting = 8 + 4 + 12  # with what ATen's sort launches, and what lies between regions
+    catching_up = one(d.levels + 1, False) + 3 * SMALL
+    return lm_head[0] + (d.levels - 1) * level + catching_up + (5 + selecting) * SMALL
 
 
 def predict(run: Round, context: int) -> tuple[float, float]:

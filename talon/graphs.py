@@ -19,6 +19,8 @@ from types import FunctionType
 import torch
 from torch import Tensor
 
+from talon.cli import note
+
 
 def guards_of_arguments(guards: list) -> list[bool]:
     """Which of a region's guards to keep: those of the arguments themselves (`above`, `at.length`,
@@ -44,10 +46,17 @@ INDUCTOR_OPTIONS = {
     # Nothing is decided by timing it: another answer would be other kernels, and other rounding.
     "shape_padding": False,
     # What the graph's own operators return has the sizes that it was compiled for.
-    "size_asserts": False,
-    "alignment_asserts": False,
-    "scalar_asserts": False,
-}
+    "size_asserts": False, "alignment_asserts": False, "scalar_asserts": False,
+}  # fmt: skip
+
+
+@functools.cache
+def known_options() -> dict[str, object]:
+    """Those that this release of torch knows; the others are left out, which is said once."""
+    known = {"guard_filter_fn", *torch._inductor.list_options()}
+    for name in sorted(INDUCTOR_OPTIONS.keys() - known):
+        note(f"note: torch {torch.__version__} has no option {name}: left out")
+    return {name: INDUCTOR_OPTIONS[name] for name in INDUCTOR_OPTIONS if name in known}
 
 
 def compile_region(function: Callable) -> Callable:
@@ -63,7 +72,7 @@ def compile_region(function: Callable) -> Callable:
     # An argument of torch.compile in newer releases only.
     torch._dynamo.config.recompile_limit = 256
     # torch.compile takes entries out of the options that it is given, hence a dict of its own.
-    compiled = torch.compile(own, fullgraph=True, dynamic=False, options=dict(INDUCTOR_OPTIONS))
+    compiled = torch.compile(own, fullgraph=True, dynamic=False, options=dict(known_options()))
 
     def run(*arguments: object) -> object:
         try:
@@ -152,7 +161,7 @@ class Graph:
 
 class Recorder:
     """Captures the rounds of a decoder, all in one pool of memory: no two run at once, and what a
-    round leaves lies in the decoder's own buffers. The largest, captured first, serves the rest."""
+    round leaves lies in the decoder's own buffers."""
 
     def __init__(self, clock: PhaseClock, compiled: bool) -> None:
         self.clock, self.pool = clock, torch.cuda.graph_pool_handle()

@@ -61,9 +61,8 @@ def plan_memory(
     rows = tree.cache_rows(max_seq_length, chunk)
     slot = cached(c) + (cached(d) if d else 0)
     in_parts = device.type == "cuda" and dtype != torch.float32
-    score = 3 * rows * 4  # before, while and after they become weights, fp32
-    if in_parts:  # sums of each part, see talon/kernels/gpu_attention.py
-        score = math.ceil(math.sqrt(rows / 96)) * (c.head_dim + 2) * 4
+    parts = math.ceil(math.sqrt(rows / 96))  # see talon/kernels/gpu_attention.py; else all scores
+    score = 4 * (parts * (c.head_dim + 2) if in_parts else 3 * rows)
     prefill = forward_bytes(c, chunk, 1, score, dtype)
     drafted = forward_bytes(c, tree.nodes, max(tree.nodes, tree.beam), score, dtype)
     workspace, graphs = max(prefill, drafted), 0

@@ -1,5 +1,4 @@
-"""Which operators a device runs, and what stands in where it cannot: the only place that rewires
-modules. Leaves out: the operators themselves (talon/kernels)."""
+"""Which operators of talon/kernels a device runs: the only place that rewires modules."""
 
 import functools
 import importlib.util

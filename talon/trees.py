@@ -157,10 +157,9 @@ def dynamic_tree(nodes: int = 60, levels: int = 6, top_k: int = 10) -> Tree:
 # Of a head's family, as in the papers (EAGLE-1 section 4, EAGLE-3 section 5).
 # On a GPU also by how the target multiplies: so many rows cost hardly more than one (docs/gpu.md).
 GPU_PRESETS = {
-    "int8": "dynamic:nodes=32,levels=6,top_k=8",
-    "int4": "dynamic:nodes=16,levels=4,top_k=4",
+    "int8": "dynamic:nodes=32,levels=6,top_k=8", "int4": "dynamic:nodes=16,levels=4,top_k=4",
     "eagle1": "dynamic:nodes=60,levels=6,top_k=10",  # as in the paper of EAGLE-2
-}
+}  # fmt: skip
 PRESETS = {
     "eagle1": "static",
     "eagle3": "dynamic:nodes=60,levels=8,top_k=10",

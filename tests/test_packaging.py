@@ -1,6 +1,7 @@
 """The wheel holds the seven files, talon and its data, and works where there is no checkout."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 from tiny import random_model, save_byte_tokenizer
 
 from talon.checkpoint import TensorSpec
@@ -68,6 +70,16 @@ def test_the_wheel_holds_the_seven_files_and_talon_and_nothing_else(installed):
     assert found == DOOR | {path.relative_to(ROOT).as_posix() for path in inside}
     data = {"talon/data/calibration.txt", "talon/data/tuning_prompts.jsonl"}
     assert found > data | {"talon/kernels/cpu_kernels.cpp"}
+
+
+def test_the_pinned_torch_is_in_the_range_that_is_allowed_and_all_else_is_the_same():
+    project = (ROOT / "pyproject.toml").read_text()
+    project = re.search(r"dependencies = \[.*?\n(.*?)\]", project, re.S)
+    allowed = [Requirement(line) for line in re.findall(r'"(.*?)"', project[1])]
+    pinned = [Requirement(line) for line in (ROOT / "requirements.txt").read_text().splitlines()]
+    torch, version = allowed[0], next(iter(pinned[0].specifier)).version
+    assert pinned[0].name == torch.name == "torch" and torch.specifier.contains(version)
+    assert torch.specifier.contains("2.14.1") and pinned[1:] == allowed[1:]
 
 
 @pytest.mark.slow

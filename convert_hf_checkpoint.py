@@ -5,11 +5,10 @@
 
 The architecture comes from config.json, the ends of a text from generation_config.json and the
 tokenizer as well; a folder's name means nothing. Every tensor of the source is used or refused by
-name. Targets are plain LLaMA: LLaMA 1 to 3.3, Vicuna, CodeLlama, TinyLlama, SmolLM2,
-DeepSeek-R1-Distill-Llama, and Mistral without a sliding window. Heads are the business of
-talon/formats/head_import.py and medusa_import.py, targets in 4 bits (GPTQ, AWQ,
-compressed-tensors) that of talon/formats/four_bit.py. Leaves out other architectures, other
-quantised sources and adapters."""
+name. Targets are of the types llama, qwen2, qwen3 (dense), and mistral without a sliding window:
+README.md lists them. Heads are the business of talon/formats/head_import.py and medusa_import.py,
+targets in 4 bits (GPTQ, AWQ, compressed-tensors) that of talon/formats/four_bit.py. Leaves out
+other architectures, mixtures of experts, other quantised sources and adapters."""
 
 if __name__ == "__main__":  # what follows is imported, which takes seconds, and its main is run
     from talon.cli import start
@@ -35,7 +34,7 @@ from talon.cli import Parser, announce, note
 from talon.formats.four_bit import PackedFolder
 from talon.formats.head_export import EXPORT_FORMATS, export_head
 from talon.formats.head_import import is_head, plan_head
-from talon.formats.hf_config import NEUTRAL_VALUES, check_neutral, read_layer, read_rope
+from talon.formats.hf_config import NEUTRAL_VALUES, check_neutral, read_layer
 from talon.formats.hf_folder import (
     INDEX_FILES,
     Conversion,
@@ -49,9 +48,7 @@ from talon.settings import Settings, read_tokenizer_config
 from talon.tokenizer import TOKENIZER_FILES, Tokenizer, find_vocabulary, load_tokenizer
 from talon.writing import atomic_file, write_checkpoint
 
-ARCHITECTURES = ("LlamaForCausalLM", "LLaMAForCausalLM", "MistralForCausalLM")
-
-MODEL_TYPES = ("llama", "mistral")
+ARCHITECTURES = {f"{n}ForCausalLM": n.lower() for n in "Llama LLaMA Mistral Qwen2 Qwen3".split()}
 
 # Keys of other architectures, with the values that mean plain LLaMA. pretraining_tp is not here: it
 # splits the matrix multiplications of a training run and leaves weights and results as they are.
@@ -61,6 +58,10 @@ PLAIN_LLAMA = NEUTRAL_VALUES | {
     "logits_scaling": (1.0,), "embedding_multiplier": (1.0,), "residual_multiplier": (1.0,),
     "attention_multiplier": (), "use_qk_norm": (False,),
 }  # fmt: skip
+
+# Qwen states the size of a window that it does not use.
+PLAIN_QWEN = {k: v for k, v in PLAIN_LLAMA.items() if k != "sliding_window"}
+PLAIN_QWEN |= {"use_sliding_window": (False,)}
 
 
 def convert(checkpoint_dir: Path | str, out: Path | str | None = None, dtype: str = "keep") -> str:
@@ -89,14 +90,10 @@ def convert(checkpoint_dir: Path | str, out: Path | str | None = None, dtype: st
     tokenizer = folder.path if conversion.kind == "target" else None
     with new_directory(out.parent), copied_tokenizer(tokenizer, out.parent):
         write_checkpoint(
-            out,
-            kind=conversion.kind,
-            config=asdict(conversion.config),
-            specs=specs,
-            tensors=with_progress(conversion.tensors(specs), specs),
+            out, kind=conversion.kind, config=asdict(conversion.config), specs=specs,
+            tensors=with_progress(conversion.tensors(specs), specs), source=source,
             quantization=conversion.quantization,
-            source=source,
-        )
+        )  # fmt: skip
     for line in folder.notes + conversion.notes:
         note(f"note: {line}")
     return summary(conversion, specs, out)
@@ -160,18 +157,15 @@ def plan_target(folder: HFFolder) -> Conversion:
             f"{folder.path} holds no LLaMA target (no model.embed_tokens.weight) and no EAGLE head "
             "(no fc.weight); give the directory of one of them"
         )
-    theta, scaling, _ = read_rope(config)
+    layer, kind = read_layer(config, names, notes), ARCHITECTURES[architecture]
+    layer["qk_norm"] = kind == "qwen3"
+    layer["qkv_bias"] |= kind == "qwen2"
     vocab_size = config.integer("vocab_size")
     model = ModelConfig(
-        vocab_size=vocab_size,
-        n_layer=count_layers(folder),
-        **read_layer(config, names, notes),
-        rope_theta=theta,
-        rope_scaling=scaling,
-        tied=config.flag("tie_word_embeddings"),
+        **layer, vocab_size=vocab_size, n_layer=count_layers(folder),
         bos_id=config.integer("bos_token_id", None, least=0),
-        eos_ids=read_stop_ids(folder, vocab_size, notes),
-    )
+        tied=config.flag("tie_word_embeddings"), eos_ids=read_stop_ids(folder, vocab_size, notes),
+    )  # fmt: skip
     conversion = Conversion(folder, "target", model, architecture, target_outputs(model), notes)
     if not model.tied and "lm_head.weight" not in names:
         raise ValueError(
@@ -188,22 +182,22 @@ def plan_target(folder: HFFolder) -> Conversion:
 
 
 def check_supported(config: Settings) -> str:
-    """The architecture's name; ValueError naming the first thing that plain LLaMA does not have."""
+    """The architecture's name; ValueError naming the first thing that we do not have."""
     names = [str(name) for name in config.items("architectures")]
     model_type = config.string("model_type", None)
     if not names and model_type is None:
         raise ValueError(f"{config.where} has neither architectures nor model_type; add model_type")
-    if model_type is not None and model_type not in MODEL_TYPES:
-        config.refuse("model_type", ", ".join(MODEL_TYPES))
-    if names and not set(names) & set(ARCHITECTURES):
-        config.refuse("architectures", ", ".join(ARCHITECTURES))
-    check_neutral(config, PLAIN_LLAMA)
-    mistral = model_type == "mistral" or "MistralForCausalLM" in names
-    if mistral and "sliding_window" not in config.values:
-        raise ValueError(
-            f"{config.where}: no sliding_window means 4096 for Mistral; only null fits"
-        )
-    return next(iter(names), "MistralForCausalLM" if mistral else "LlamaForCausalLM")
+    fitting = [name for name, kind in ARCHITECTURES.items() if model_type in (None, kind)]
+    if not fitting:
+        config.refuse("model_type", ", ".join(sorted(set(ARCHITECTURES.values()))))
+    if names and not set(names) & set(fitting):
+        config.refuse("architectures", ", ".join(fitting))
+    name = next(name for name in names or fitting if name in fitting)
+    kind = ARCHITECTURES[name]
+    check_neutral(config, PLAIN_QWEN if kind in ("qwen2", "qwen3") else PLAIN_LLAMA)
+    if kind == "mistral" and "sliding_window" not in config.values:
+        raise ValueError(f"{config.where}: no sliding_window means Mistral's 4096; only null fits")
+    return name
 
 
 def count_layers(folder: HFFolder) -> int:

@@ -47,6 +47,7 @@ class DraftConfig:
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
+    qk_norm: bool = False
     # Variants of EAGLE-3 heads:
     norm_before_residual: bool = False  # the residual is the normed hidden state, not the raw one
     norm_before_fc: bool = False  # one RMSNorm over the joined features (tensor input_norm)

@@ -11,9 +11,11 @@ if __name__ == "__main__":  # what follows is imported, which takes seconds, and
 
     start("generate")
 
+import json
 import os
+import re
 import sys
-from argparse import Namespace
+from argparse import ArgumentTypeError, Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -65,6 +67,19 @@ def add_prompt_options(parser: Parser) -> None:
     chat.add_argument("--chat", action="store_true", default=None, help="use the chat template")
     chat.add_argument("--no_chat", default=None, help="give the text as it is", **no)
     parser.add_argument("--system", help="system message of the chat")
+    more = {"type": template_option, "action": "append", "default": [], "metavar": "NAME=VALUE"}
+    more["help"] = "variable of the chat template, in JSON: enable_thinking=false; may be repeated"
+    parser.add_argument("--template_option", **more)
+
+
+def template_option(given: str) -> tuple[str, object]:
+    """A variable of the chat template and its value."""
+    name, _, value = given.partition("=")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        advice = "give NAME=VALUE, the value in JSON, as in enable_thinking=false"
+        raise ArgumentTypeError(f"{given[:60]!r}: {advice}") from None
 
 
 def add_text_options(add: Callable) -> None:
@@ -181,11 +196,15 @@ def prompt_ids(args: Namespace, files: Files, prompt: str | list[int] | None) ->
             "there, or give --prompt_ids without --stop"
         )
     chat = not isinstance(prompt, list) and wants_chat(args, files.tokenizer)
+    template = files.tokenizer.settings.templates.get("default", "") if chat else ""
+    for name, _ in args.template_option:
+        if name == "messages" or name not in re.findall(r"\w+", template):
+            raise ValueError(f"--template_option {name}: no template in use has it: leave it out")
     if prompt is None:
         return None
     if chat:
         prompt = [*opening(args), {"role": "user", "content": prompt}]
-    return encode(files.tokenizer, prompt)
+    return encode(files.tokenizer, prompt, dict(args.template_option))
 
 
 def context_for(args: Namespace, files: Files, ids: list[int] | None) -> int:
@@ -220,6 +239,7 @@ def prepare(args: Namespace, files: Files, options: Options) -> Engine:
     """Load and compile, and say what is run and which flags have no effect."""
     engine = load_files(files, options)
     card, sampling = engine.card, options.sampling
+    engine.template_options = dict(args.template_option)
     note(
         f"{args.checkpoint_path.name}: {card['quantization'] or card['dtype']} on "
         f"{card['device']}, tree {card['tree']}, loaded in {card['load_s']:.1f} s"

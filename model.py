@@ -28,18 +28,21 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """RoPE frequency scaling: `linear` divides every frequency, `llama3` only the slow ones
-    (Llama 3.1, section 3.2)."""
+    """RoPE frequency scaling: `linear` divides every frequency, `llama3` (Llama 3.1, section 3.2)
+    and `yarn` (arXiv 2309.00071, section 3.2) only the slow ones."""
 
     kind: str
     factor: float
+    # Turns in the trained context of what is slow and of what is fast; yarn: beta_slow, beta_fast.
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position: int = 8192
+    attention_factor: float = 1.0  # of cosines and sines
+    truncate: bool = True  # yarn begins and ends at whole pairs
 
     def __post_init__(self) -> None:
-        if self.kind not in ("linear", "llama3"):
-            raise ValueError(f"rope scaling {self.kind!r} is not supported: linear and llama3 are")
+        if self.kind not in ("linear", "llama3", "yarn"):
+            raise ValueError(f"rope scaling {self.kind!r}: linear, llama3 and yarn are supported")
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,7 @@ class ModelConfig:
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
+    qk_norm: bool = False  # queries and keys are normed, each head by itself
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
 
@@ -148,17 +152,27 @@ def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -
         return frequencies
     if scaling.kind == "linear":
         return frequencies / scaling.factor
-    turns = scaling.original_max_position * frequencies / (2 * math.pi)  # in the trained context
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    fast = ((turns - low) / (high - low)).clamp(0, 1)  # 1 stays as it is, 0 is divided
-    return frequencies * (fast + (1 - fast) / scaling.factor)
+    if scaling.kind == "llama3":
+        turns = scaling.original_max_position * frequencies / (2 * math.pi)
+        fast = ((turns - low) / (high - low)).clamp(0, 1)
+    else:  # not over the turns, but over the pairs, from the one that turns `high` times
+        ends = (scaling.original_max_position / (2 * math.pi * turns) for turns in (high, low))
+        first, last = (head_dim / 2 * math.log(end, theta) for end in ends)
+        if scaling.truncate:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, head_dim - 1)
+        pairs = torch.arange(head_dim // 2, dtype=torch.float64)
+        fast = 1 - ((pairs - first) / (last - first or 0.001)).clamp(0, 1)
+    return frequencies * (fast + (1 - fast) / scaling.factor)  # 1 stays as it is, 0 is divided
 
 
 def rope_table(rows: int, head_dim: int, theta: float, scaling: RopeScaling | None) -> Tensor:
     """fp32 [2, rows, D], cosines and then sines: computed in float64, and fp32 in every model."""
     positions = torch.arange(rows, dtype=torch.float64)
     angles = torch.outer(positions, rope_frequencies(head_dim, theta, scaling)).repeat(1, 2)
-    return torch.stack((angles.cos(), angles.sin())).float()
+    factor = scaling.attention_factor if scaling else 1.0
+    return (torch.stack((angles.cos(), angles.sin())) * factor).float()
 
 
 def rotate(x: Tensor, rope: Tensor) -> Tensor:
@@ -207,14 +221,21 @@ class Attention(nn.Module):
         self.n_head, self.n_kv_head, self.head_dim = c.n_head, c.n_kv_head, c.head_dim
         self.wqkv = nn.Linear(in_dim, (c.n_head + 2 * c.n_kv_head) * c.head_dim, bias=c.qkv_bias)
         self.wo = nn.Linear(c.n_head * c.head_dim, c.dim, bias=c.o_bias)
+        self.q_norm = RMSNorm(c.head_dim, c.norm_eps) if c.qk_norm else None
+        self.k_norm = RMSNorm(c.head_dim, c.norm_eps) if c.qk_norm else None
         self.attend = attend  # a device may have a faster one (talon/loading.py)
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [T, H, D], keys and values [T, G, D] of x [T, in_dim], not rotated yet."""
+        heads, groups = self.n_head, self.n_kv_head
+        qkv = self.wqkv(x).view(-1, heads + 2 * groups, self.head_dim)
+        q, k, v = qkv.split((heads, groups, groups), dim=1)
+        return (q, k, v) if self.q_norm is None else (self.q_norm(q), self.k_norm(k), v)
 
     def forward(self, x: Tensor, place: Place, kv: Tensor, residual: Tensor) -> Tensor:
         """[T, C] of x [T, in_dim], added to the residual stream [T, C]. kv: [2, G, R, D], written
         at the tokens' slots, then read."""
-        heads, groups = self.n_head, self.n_kv_head
-        qkv = self.wqkv(x).view(-1, heads + 2 * groups, self.head_dim)
-        q, k, v = qkv.split((heads, groups, groups), dim=1)
+        q, k, v = self.project(x)
         new = torch.stack((rotate(k, place.rope), v)).transpose(1, 2)  # [2, G, T, D]
         kv.index_copy_(2, place.slots, new.to(kv.dtype))
         return residual + self.wo(self.attend(rotate(q, place.rope), kv, place.mask))

@@ -325,14 +325,15 @@ def head_card(c: DraftConfig | ModelConfig) -> str:
         outputs = [layer - 1 for layer in layers]
         captured = f"inputs of layers {list(layers)} = outputs of layers {outputs}"
     switches = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-    switches = [name for name in (*switches, "fc_bias", "qkv_bias") if getattr(c, name)]
+    switches = [name for name in (*switches, "fc_bias", "qkv_bias", "qk_norm") if getattr(c, name)]
     owned = (("embedding", c.own_embedding), ("lm_head", c.own_output))
     borrowed = [name for name, own in owned if not own]
+    scaling = f" {c.rope_scaling.kind} x {c.rope_scaling.factor:g}" if c.rope_scaling else ""
     return (
-        f"head: {c.family} ({c.source_format} format), features: {captured}, "
-        f"variants: {', '.join(switches) or 'none'}, RoPE base {c.rope_theta:g} "
-        f"({c.rope_source}), draft vocabulary {c.draft_vocab_size} of {c.vocab_size}, trained to "
-        f"{c.max_seq_length} positions, from the target: {', '.join(borrowed) or 'nothing'}"
+        f"head: {c.family} ({c.source_format} format), features: {captured}, variants: "
+        f"{', '.join(switches) or 'none'}, RoPE base {c.rope_theta:g} ({c.rope_source}){scaling}, "
+        f"draft vocabulary {c.draft_vocab_size} of {c.vocab_size}, trained to {c.max_seq_length} "
+        f"positions, from the target: {', '.join(borrowed) or 'nothing'}"
     )
 
 

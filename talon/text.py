@@ -40,8 +40,8 @@ from talon.trees import Tree, parse_tree
 Prompt = str | list[dict] | list[int]  # a text, chat messages ({"role", "content"}), or token ids
 
 
-def encode(tokenizer: Tokenizer | None, prompt: Prompt) -> list[int]:
-    """The token ids of a prompt."""
+def encode(tokenizer: Tokenizer | None, prompt: Prompt, options: dict | None = None) -> list[int]:
+    """The token ids of a prompt; options are those of a chat's template."""
     if isinstance(prompt, list | tuple) and all(isinstance(token, int) for token in prompt):
         return list(prompt)
     if tokenizer is None:
@@ -55,7 +55,7 @@ def encode(tokenizer: Tokenizer | None, prompt: Prompt) -> list[int]:
             "the prompt is not allowed: give a text, a list of token ids, or a list of chat "
             'messages such as {"role": "user", "content": "Hello"}'
         )
-    return tokenizer.encode_chat(prompt)
+    return tokenizer.encode_chat(prompt, options)
 
 
 def check_ends(max_new_tokens: int, stop: tuple[str, ...]) -> None:
@@ -74,10 +74,11 @@ class Engine:
         self.decoder, self.tokenizer, self.eos_ids = decoder, tokenizer, frozenset(eos_ids)
         self.current: TextGeneration | None = None  # whose text the decoder's caches hold
         self.card = card  # what was loaded, for reports
+        self.template_options: dict = {}  # more variables for the chat template
 
     def encode(self, prompt: Prompt) -> list[int]:
         """The token ids of a prompt."""
-        return encode(self.tokenizer, prompt)
+        return encode(self.tokenizer, prompt, self.template_options)
 
     def warm_up(self, sampling: SamplingConfig) -> float:
         """Compile now what the first generation would compile. Returns seconds."""

@@ -15,7 +15,7 @@ import os
 import re
 from collections.abc import Iterable
 from datetime import datetime
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import jinja2
@@ -40,11 +40,12 @@ SPACE = "\u2581"
 NO_DUMMY_PREFIX = b"\x1a\x02\x18\x00"
 # What the error handler "surrogateescape" makes of a bad byte.
 BAD_BYTE = re.compile("[\udc80-\udcff]")
+GUARD = "\ufdd0"  # no character of any text
 
 
 # --- the two file formats -------------------------------------------------------------------------
-# Both have: size, eos_id, special (ids), strip (spaces to drop at the start of a text), errors (for
-# UTF-8), encode(text), prefix(), token_id(string), and piece(id): the bytes one token adds.
+# Both have: size, eos_id, special (id: name), strip (spaces to drop at the start of a text), errors
+# (for UTF-8), encode(text), prefix(), token_id(string), and piece(id): the bytes one token adds.
 
 
 class JsonFile:
@@ -60,9 +61,10 @@ class JsonFile:
             raise ValueError(f"{path} cannot be read ({one_line(error)}); fetch it again") from None
         self.model.no_truncation()  # the file may carry a training set-up that would cut prompts
         self.model.no_padding()
+        self.spaced = getattr(self.model.pre_tokenizer, "prepend_scheme", "") == "first"
         self.add_configured(path, config)
         added = self.model.get_added_tokens_decoder()
-        self.special = {i for i, token in added.items() if token.special}
+        self.special = {i: token.content for i, token in added.items() if token.special}
         self.size = 1 + max(self.model.get_vocab(with_added_tokens=True).values(), default=-1)
         self.read_decoder(path)
 
@@ -117,7 +119,11 @@ class JsonFile:
         letters = set("".join(self.model.get_vocab(with_added_tokens=False).keys() - added))
         return "\u0120" in letters and letters <= byte_level_alphabet().keys()
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, plain: bool = False, first: bool = True) -> list[int]:
+        """plain: special tokens are text; first: nothing stands before it."""
+        self.model.encode_special_tokens = plain
+        if self.spaced:
+            self.model.pre_tokenizer.prepend_scheme = "first" if first else "never"
         return self.model.encode(text, add_special_tokens=False).ids
 
     def prefix(self) -> list[int]:
@@ -175,7 +181,7 @@ class SentencePieceFile:
             if model.is_control(i) or model.is_unknown(i) or piece in declared
         }
         tokens |= config.added
-        self.special = {i for i, token in tokens.items() if token.special}
+        self.special = {i: token.content for i, token in tokens.items() if token.special}
         self.contents = {i: token.content for i, token in tokens.items()}
         self.ids = {content: i for i, content in self.contents.items()}
         # A token may swallow the white space around it.
@@ -185,9 +191,9 @@ class SentencePieceFile:
         ]
         self.pattern = re.compile("|".join(patterns))
 
-    def encode(self, text: str) -> list[int]:
-        ids, start, model = [], 0, self.first
-        for match in self.pattern.finditer(text):
+    def encode(self, text: str, plain: bool = False, first: bool = True) -> list[int]:
+        ids, start, model = [], 0, self.first if first else self.later
+        for match in () if plain else self.pattern.finditer(text):
             ids += model.encode(text[start : match.start()])
             ids.append(self.ids[match[match.lastindex]])
             start, model = match.end(), self.later
@@ -295,7 +301,7 @@ class Tokenizer:
         return token if token in self.file.special else None
 
     def holds_special(self, text: str) -> bool:
-        return not self.file.special.isdisjoint(self.file.encode(text))
+        return not self.file.special.keys().isdisjoint(self.file.encode(text))
 
     @property
     def has_chat_template(self) -> bool:
@@ -318,8 +324,21 @@ class Tokenizer:
             raise ValueError(f"{refusal}; change it (generate.py: --no_chat)") from None
 
     def encode_chat(self, messages: list[dict], options: dict | None = None) -> list[int]:
-        """Ids of the rendered prompt. A template writes BOS itself where the model wants it."""
-        return self.encode(self.render_chat(messages, options), add_bos=False)
+        """Ids of the rendered prompt. A template writes BOS itself where the model wants it. What
+        messages say of special tokens stays text: only the template's own are tokens."""
+        names = sorted(self.file.special.values(), key=len, reverse=True)
+        special = re.compile(f"({'|'.join(map(re.escape, names)) or '(?!)'})")
+        # A name that a message holds is torn apart until the template is filled in.
+        torn = partial(special.sub, lambda name: GUARD.join(name[0]))
+        said = [{k: torn(v) if isinstance(v, str) else v for k, v in m.items()} for m in messages]
+        text = self.render_chat(said, options)
+        if GUARD not in text or not is_text(text):
+            return self.encode(text, add_bos=False)
+        ids = []
+        for i, part in enumerate(special.split(text)):  # every other one is a special token
+            plain = part.replace(GUARD, "")
+            ids += [self.token_id(part)] if i % 2 else self.file.encode(plain, True, not i)
+        return ids
 
 
 def is_text(text: str) -> bool:

@@ -164,6 +164,16 @@ def ready_code(op: str, mode: str, block: int = 4096, dtype: str = "bf16", targe
     return machine_code(ready_kernel, types, constants, ("C",), warps=8, target=target)
 
 
+def heads_code(size: int, dtype: str = "bf16", target=86) -> Code:
+    from talon.kernels.gpu_linear import heads_kernel
+
+    types = dict.fromkeys(("qkv", "norms", "out", "kv"), f"*{dtype}")
+    types |= {"rope": "*fp32", "length": "*i64", "ancestors": "*i1", "eps": "fp32"}
+    types |= dict.fromkeys(("turns", "nodes", "T", "HEADS", "G", "R", "HALF"), "i32")
+    constants = {"BLOCK": size // 2, "NODES": 64}
+    return machine_code(heads_kernel, types, constants, warps=1, target=target)
+
+
 def best_code(kind: str, top: int, dtype: str = "bf16", target=86) -> Code:
     from talon.kernels.gpu_choice import best_kernel
 

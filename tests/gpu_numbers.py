@@ -151,6 +151,31 @@ def test_queries_and_keys_are_rotated_and_keys_and_values_cached(size, tree):
     assert error(queries, rotate(q, rope)) < 5e-4 and error(kv, cached) < 5e-4
 
 
+@pytest.mark.parametrize("tree", [None, ancestor_mask(torch.tensor([0, 0, 0, 1, 1]), 5)])
+@pytest.mark.parametrize("size", [16, 24, 80, 128])
+def test_heads_are_normed_rotated_and_cached_whatever_rows_are_next_to_them(size, tree):
+    rows, heads, groups, length = 5, 4, 2, torch.tensor([20])
+    model = random_model(n_layer=1, head_dim=size, qk_norm=True, norm_eps=1e-5)
+    attention = model.layers[0].attention.half()
+    slots = length + torch.arange(rows)
+    positions = slots if tree is None else length + tree.sum(1) - 1
+    table = rope_table(50, size, 10000.0, None)
+    rope, kv = table[:, positions], torch.zeros(2, groups, 30, size).half()
+    qkv = attention.wqkv(torch.randn(rows, 64).half())
+    norms = torch.stack((attention.q_norm.weight, attention.k_norm.weight)), 1e-5
+    queries = ops.heads(qkv, *norms, table, length, tree, kv)
+    q, k, v = qkv.view(rows, -1, size).split((heads, groups, groups), 1)
+    q, k = attention.q_norm(q), attention.k_norm(k)
+    cached = torch.zeros(kv.shape).half()
+    cached.index_copy_(2, slots, torch.stack((rotate(k, rope), v)).transpose(1, 2))
+    assert queries.shape == (rows, heads, size)
+    assert error(queries, rotate(q, rope)) < 5e-4 and error(kv, cached) < 5e-4
+    alone, again = (length, None) if tree is None else (length, tree[3:4]), torch.zeros_like(kv)
+    row = 0 if tree is None else 3
+    assert torch.equal(ops.heads(qkv[row : row + 1], *norms, table, *alone, again)[0], queries[row])
+    assert torch.equal(again[:, :, 20 + row], kv[:, :, 20 + row])
+
+
 # ---------------------------------------------------------------- rows made ready
 
 
@@ -382,9 +407,13 @@ def forward(model: Transformer, tree, dtype: torch.dtype, run=lambda f, *x: f(*x
     return run(lambda *given: model.output(model(*given)[0]), tokens, place, cache), cache.data
 
 
+QWEN = {"qk_norm": True, "qkv_bias": True, "head_dim": 24}
+
+
+@pytest.mark.parametrize("changes", [{}, QWEN], ids=["llama", "qwen"])
 @pytest.mark.parametrize("mode", MODES)
-def test_a_model_on_a_gpu_computes_what_it_does_elsewhere(mode):
-    ours, plain = (in_file_form(random_model(n_layer=2), mode) for _ in range(2))
+def test_a_model_on_a_gpu_computes_what_it_does_elsewhere(mode, changes):
+    ours, plain = (in_file_form(random_model(n_layer=2, **changes), mode) for _ in range(2))
     torch.manual_seed(0)
     for a, b in zip(ours.modules(), plain.modules(), strict=True):
         for name, buffer in b.named_buffers(recurse=False):
@@ -398,9 +427,11 @@ def test_a_model_on_a_gpu_computes_what_it_does_elsewhere(mode):
     assert error(got[0], wanted[0]) < limit and error(got[1], wanted[1]) < limit
 
 
+@pytest.mark.parametrize("changes", [{}, QWEN | {"head_dim": 16}], ids=["llama", "qwen"])
 @pytest.mark.parametrize("family", ["eagle1", "eagle3"])
-def test_a_head_on_a_gpu_computes_what_it_does_elsewhere(family):
-    heads = [random_head(random_model(), family).to(d) for d in (torch.float16, torch.float32)]
+def test_a_head_on_a_gpu_computes_what_it_does_elsewhere(family, changes):
+    dtypes, model = (torch.float16, torch.float32), random_model()
+    heads = [random_head(model, family, **changes).to(dtype) for dtype in dtypes]
     put_on_gpu(heads[0], torch.float16)
     features, tokens = [torch.randn(3, 64) for _ in range(3)], torch.tensor([1, 2, 3])
     at, own = At(torch.tensor([6]), torch.arange(16)), torch.arange(6, 9)

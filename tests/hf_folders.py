@@ -1,6 +1,7 @@
 """Hugging Face directories made for the tests, and the converter run on them as from a shell."""
 
 import json
+import struct
 from pathlib import Path
 
 import pytest
@@ -104,6 +105,26 @@ def shard(path: Path, tensors: dict[str, Tensor], parts: int = 3, pickled: bool 
         weight_map |= dict.fromkeys(part, name)
     index = {"metadata": {}, "weight_map": weight_map}
     (path / f"{stem}.{suffix}.index.json").write_text(json.dumps(index))
+
+
+def hollow(path: Path, config: dict, shapes: dict) -> Path:
+    """A directory whose weights take no room on the disk: zeros, but for t2d."""
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(config))
+    header, end = {}, 0
+    for name, shape in shapes.items():
+        dtype, bytes_each = {"d2t": ("I64", 8), "t2d": ("BOOL", 1)}.get(name, ("BF16", 2))
+        start, end = end, end + torch.Size(shape).numel() * bytes_each
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+    raw = json.dumps(header).encode()
+    raw += b" " * (-len(raw) % 8)
+    with (path / "model.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", len(raw)) + raw)
+        file.truncate(8 + len(raw) + end)
+        if "t2d" in header:
+            file.seek(8 + len(raw) + header["t2d"]["data_offsets"][0])
+            file.write(b"\1" * shapes["d2t"][0])
+    return path
 
 
 def convert(path: Path, *flags: str) -> Checkpoint:

@@ -9,10 +9,11 @@ import torch
 from tiny import random_model
 from world import LIMIT, VOCAB, save, save_tokenizer
 
-from generate import main
+from generate import main, parse_args, prompt_ids
 from talon import text as text_module
 from talon.checkpoint import TensorSpec, read_checkpoint
 from talon.cli import run
+from talon.loading import open_files
 from talon.text import load
 from talon.writing import write_checkpoint
 
@@ -355,7 +356,7 @@ def damaged(world: Path, out: Path, config=None, specs=None, quantization=None) 
         lambda c: c | {"n_layer": 3},
         lambda c: c | {"n_head": 2.5},
         lambda c: c | {"new_field": 1},
-        lambda c: c | {"rope_scaling": {"kind": "yarn", "factor": 2}},
+        lambda c: c | {"rope_scaling": {"kind": "dynamic", "factor": 2}},
         lambda c: c | {"rope_scaling": {"what": 1}},
         lambda c: c | {"rope_scaling": 5},
         lambda c: c | {"dim": 128},
@@ -416,6 +417,42 @@ def test_a_broken_tokenizer_or_template_is_refused(refused, world, tmp_path):
     ):
         save_tokenizer(tmp_path, template)
         refused(("template", "--no_chat"), "--prompt", "a", target=target)
+
+
+THINKING = (
+    "{{ messages[0]['content'] }}{% if enable_thinking is defined and enable_thinking is false %}"
+    "</think>{% endif %}{% if effort %}{{ effort }}{% endif %}"
+)
+
+
+def test_template_options_reach_the_template(world, tmp_path):
+    path = save(tmp_path / "m", random_model(vocab_size=VOCAB, max_seq_length=64), "target")
+    save_tokenizer(tmp_path, THINKING)
+    files = open_files(path)
+
+    def prompt(*options: str) -> str:
+        flags = [part for option in options for part in ("--template_option", option)]
+        args = parse_args(["--checkpoint_path", str(path), "--prompt", "hi", *flags])
+        return files.tokenizer.decode(prompt_ids(args, files, "hi"))
+
+    assert prompt() == prompt("enable_thinking=true") == "hi"
+    assert prompt("enable_thinking=false") == "hi</think>"
+    assert prompt("enable_thinking=false", 'effort="low=1"') == "hi</think>low=1"
+    engine = load(path, compile=False)
+    engine.template_options = {"enable_thinking": False}
+    ids = engine.encode([{"role": "user", "content": "hi"}])
+    assert files.tokenizer.decode(ids) == "hi</think>"
+
+
+def test_template_options_without_effect_are_refused(refused, world, tmp_path):
+    target = save(tmp_path / "m", random_model(vocab_size=VOCAB, max_seq_length=64), "target")
+    save_tokenizer(tmp_path, THINKING)
+    option = "--template_option"
+    for given in ("enable_thinking", "enable_thinking=no", "=1", "thinking=1", "messages=[]"):
+        words = option, given.partition("=")[0]
+        refused(words, "--prompt", "a", option, given, target=target)
+    refused((option, "effort"), "--prompt", "a", "--no_chat", option, "effort=1", target=target)
+    refused((option, "effort"), "--prompt_ids", "5", option, "effort=1", target=target)
 
 
 def test_the_missing_demo_model_names_its_command(tmp_path, monkeypatch, capfd):

@@ -14,7 +14,15 @@ import torch
 pytest.importorskip("triton")
 
 # ruff: noqa: E402
-from gpu_code import BYTES_A_CLOCK, best_code, linear_code, parts_code, ready_code, rest_code
+from gpu_code import (
+    BYTES_A_CLOCK,
+    best_code,
+    heads_code,
+    linear_code,
+    parts_code,
+    ready_code,
+    rest_code,
+)
 
 from talon.kernels.gpu_linear import COLUMNS, split_of
 
@@ -161,6 +169,12 @@ def test_the_rest_of_attention_does_not_spill(mode, heads, tree, nodes):
 @pytest.mark.parametrize("block", [4096, 16384])
 def test_rows_are_made_ready_in_registers(op, mode, block):
     assert ready_code(op, mode, block).stack == 0
+
+
+@pytest.mark.parametrize("size", [64, 128])
+def test_a_head_is_normed_and_rotated_in_registers(size):
+    code = heads_code(size)
+    assert code.stack == 0 and code.registers <= 64
 
 
 @pytest.mark.parametrize("kind", ["greedy", pytest.param("sample", marks=slow), "filter"])

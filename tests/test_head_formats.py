@@ -521,7 +521,7 @@ def test_biases_of_q_k_and_v_are_carried_over(tmp_path):
 @pytest.mark.parametrize(
     "name, words",
     [
-        ("midlayer.self_attn.q_norm.weight", ["q_norm"]),
+        ("layers.0.self_attn.k_norm.weight", ["no use"]),
         ("layers.1.mlp.up_proj.weight", ["several layers"]),
         ("midlayer.mlp.up_proj.weight_scale", ["quantised"]),
         ("midlayer.self_attn.kv_a_proj_with_mqa.weight", ["MLA"]),
@@ -547,7 +547,7 @@ def test_eagle1_heads_with_extra_norms_are_refused(tmp_path, capsys, name):
     [
         ({"sliding_window": 2048}, ["sliding_window", "2048"]),
         ({"layer_types": ["sliding_attention"]}, ["layer_types"]),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, ["yarn"]),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, ["dynamic", "rotated once"]),
         ({"hidden_act": "gelu"}, ["hidden_act"]),
         ({"hidden_size": 32}, ["hidden_size", "32", "[16, 48]"]),
         ({"num_attention_heads": 3}, ["num_attention_heads"]),

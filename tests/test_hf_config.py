@@ -1,10 +1,16 @@
 """config.json of a target: what it may say, under old and new keys, and what is refused."""
 
+import math
+
 import pytest
 import torch
 from hf_folders import CONFIG, command, convert, make, refusal, tiny_tensors
 
+from model import RopeScaling
 from talon.checkpoint import read_checkpoint
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+MSCALES = (0.05 * math.log(4) + 1) / (0.2 * math.log(4) + 1)
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -20,13 +26,33 @@ def test_rope_scaling_is_read_under_either_key(tmp_path, key):
     scaling = {key if k == "rope_type" else k: v for k, v in LLAMA3.items()}
     config = convert(make(tmp_path, {"rope_theta": 500000, "rope_scaling": scaling})).config
     assert config["rope_theta"] == 500000.0
-    assert config["rope_scaling"] == {
-        "kind": "llama3",
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position": 32,
-    }
+    assert RopeScaling(**config["rope_scaling"]) == RopeScaling("llama3", 8.0, 1.0, 4.0, 32)
+
+
+@pytest.mark.parametrize(
+    "changes, wanted",
+    [
+        ({}, {"attention_factor": 1 + 0.1 * math.log(4)}),
+        ({"mscale": 0.5, "mscale_all_dim": 2.0}, {"attention_factor": MSCALES}),
+        ({"mscale": 1.0, "mscale_all_dim": 0}, {"attention_factor": 1 + 0.1 * math.log(4)}),
+        ({"attention_factor": 0.5, "mscale": 3.0}, {"attention_factor": 0.5}),
+        ({"beta_fast": 16, "beta_slow": 2}, {"high_freq_factor": 16.0, "low_freq_factor": 2.0}),
+        ({"truncate": False}, {"truncate": False}),
+    ],
+    ids=str,
+)
+def test_yarn_is_read_as_transformers_reads_it(tmp_path, changes, wanted):
+    old = convert(make(tmp_path / "old", {"rope_theta": 1e6, "rope_scaling": YARN | changes}))
+    parameters = YARN | changes | {"rope_theta": 1e6}
+    new = convert(make(tmp_path / "new", {"rope_parameters": parameters}))
+    scaling = old.config["rope_scaling"]
+    assert new.config == old.config and {key: scaling[key] for key in wanted} == wanted
+
+
+@pytest.mark.parametrize("stated, wanted", [(64, 128), (200, 200)])
+def test_a_context_stated_before_yarn_was_switched_on_grows(tmp_path, stated, wanted):
+    path = make(tmp_path, {"rope_scaling": YARN, "max_position_embeddings": stated})
+    assert convert(path).config["max_seq_length"] == wanted
 
 
 def test_an_integer_factor_and_linear_scaling_are_fine(tmp_path):
@@ -38,7 +64,9 @@ def test_an_integer_factor_and_linear_scaling_are_fine(tmp_path):
     "scaling, word",
     [
         ({"type": "dynamic", "factor": 2.0}, "dynamic"),
-        ({"rope_type": "yarn", "factor": 2.0}, "yarn"),
+        (YARN | {"factor": None}, "factor"),
+        (YARN | {"beta_fast": 1}, "beta_fast"),
+        (YARN | {"original_max_position_embeddings": None}, "original_max_position_embeddings"),
         ({"rope_type": "longrope", "factor": 2.0}, "longrope"),
         ({"rope_type": "foo"}, "foo"),
         ({"factor": 2.0}, "None"),
@@ -102,7 +130,11 @@ def test_max_sequence_length_is_the_old_name_of_the_context(tmp_path):
 @pytest.mark.parametrize(
     "changes, words",
     [
-        ({"model_type": "qwen3"}, ["model_type", "qwen3"]),
+        ({"model_type": "qwen3_moe"}, ["model_type", "qwen3_moe", "qwen3"]),
+        ({"model_type": "qwen3_next"}, ["model_type", "qwen3_next"]),
+        ({"model_type": "mistral3"}, ["model_type", "mistral3"]),
+        ({"model_type": "qwen3"}, ["LlamaForCausalLM", "Qwen3ForCausalLM"]),
+        ({"use_sliding_window": False, "sliding_window": 16}, ["sliding_window", "16"]),
         ({"model_type": "gemma", "architectures": ["GemmaForCausalLM"]}, ["gemma"]),
         ({"architectures": ["LlamaForSequenceClassification"]}, ["LlamaForSequence"]),
         ({"architectures": "LlamaForCausalLM"}, ["architectures"]),

@@ -89,7 +89,7 @@ def test_no_function_and_no_file_is_too_long():
 
 
 def test_the_story_and_what_plain_decoding_imports_are_short():
-    assert LINES["model"] + LINES["eagle_draft"] + LINES["talon.decoder"] <= 950
+    assert LINES["model"] + LINES["eagle_draft"] + LINES["talon.decoder"] <= 965
     found = closure({"generate"})
     assert not [name for name in found if shelf(name)]
-    assert sum(LINES[name] for name in found) <= 4080  # of them the draft sources: 80
+    assert sum(LINES[name] for name in found) <= 4140  # draft sources: 80, Qwen and yarn: 60

@@ -108,8 +108,8 @@ def test_linear_scaling_divides_positions():
 
 
 def test_unknown_scaling_is_refused_by_name():
-    with pytest.raises(ValueError, match="yarn"):
-        RopeScaling("yarn", 2.0)
+    with pytest.raises(ValueError, match="dynamic"):
+        RopeScaling("dynamic", 2.0)
 
 
 def test_rotation_keeps_relative_positions():

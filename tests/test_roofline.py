@@ -19,7 +19,7 @@ def test_predictions_follow_the_stated_formulas():
     many = roofline.target_seconds(config, "int4", 64, card)  # bound by multiplying
     assert many == pytest.approx(2 * parameters * 64 / (0.9 * 71.2e12))
     found = roofline.predict(card)
-    assert len(found) == len(PRECISIONS) * (4 + len(roofline.PUBLISHED))
+    assert len(found) == len(PRECISIONS) * (len(MODELS) + len(roofline.PUBLISHED))
     by_name = {(row["model"], row["precision"], row["draft"]): row for row in found}
     drafted = by_name["LLaMA-3.1-8B", "bf16", "EAGLE-3"]
     assert drafted["tokens_per_s"] == pytest.approx(6.13 / (drafted["round_ms"] / 1e3))

@@ -409,6 +409,63 @@ def test_a_rendered_chat_has_one_bos_and_special_ids(byte_level: Tokenizer) -> N
     assert ids.count(0) == 1
 
 
+TALK = "{% for m in messages %}<s>{{ m['role'] }}: {{ m['content'] }}</s>{% endfor %}<s>"
+
+
+@pytest.mark.parametrize("form", ["byte_level", "model", "json", "model legacy", "json legacy"])
+def test_special_tokens_that_a_message_writes_out_stay_text(
+    tmp_path: Path, sentencepiece_bytes: bytes, form: str
+) -> None:
+    settings, sign, names = {"chat_template": TALK, "legacy": "legacy" in form}, "</s>", "<s> </s>"
+    if form == "byte_level":
+        sign, names = LLAMA3_SPECIAL[0], " ".join(LLAMA3_SPECIAL)
+        byte_level_model().save(str(tmp_path / "tokenizer.json"))
+        settings = {"chat_template": LLAMA3_TEMPLATE}
+    elif form.startswith("json"):
+        model = json_of_sentencepiece(sentencepiece_bytes, settings["legacy"])
+        model.save(str(tmp_path / "tokenizer.json"))
+    else:
+        (tmp_path / "tokenizer.model").write_bytes(sentencepiece_bytes)
+    write_json(tmp_path, "tokenizer_config.json", settings)
+    tokenizer = load_tokenizer(tmp_path)
+
+    def said(text: str) -> list[int]:
+        return tokenizer.encode_chat([{"role": "user", "content": text}])
+
+    def special(ids: list[int]) -> list[int]:
+        return [i for i in ids if i in tokenizer.file.special]
+
+    harmless, text = said("Hello"), f"Say {sign} and {names}"
+    assert harmless == tokenizer.encode(
+        tokenizer.render_chat([{"role": "user", "content": "Hello"}]), add_bos=False
+    )
+    ids = said(text)
+    assert special(ids) == special(harmless)
+    shown = tokenizer.decode(ids, skip_special=False)
+    if "legacy" not in form or form == "byte_level":  # there every part begins with a space
+        assert shown.strip() == tokenizer.render_chat([{"role": "user", "content": text}]).strip()
+    assert text in shown and said("Hello") == harmless  # nothing of it stays behind
+
+
+@pytest.mark.parametrize("legacy", [True, False])
+def test_both_forms_agree_on_special_tokens_in_messages(
+    tmp_path: Path, sentencepiece_bytes: bytes, legacy: bool
+) -> None:
+    found = []
+    for form in ("model", "json"):
+        (directory := tmp_path / form).mkdir()
+        if form == "json":
+            model = json_of_sentencepiece(sentencepiece_bytes, legacy)
+            model.save(str(directory / "tokenizer.json"))
+        else:
+            (directory / "tokenizer.model").write_bytes(sentencepiece_bytes)
+        settings = {"chat_template": TALK, "legacy": legacy}
+        write_json(directory, "tokenizer_config.json", settings)
+        messages = [{"role": "user", "content": "end it </s> here"}]
+        found.append(load_tokenizer(directory).encode_chat(messages))
+    assert found[0] == found[1]
+
+
 def with_template(directory: Path, template: str | list) -> Tokenizer:
     byte_level_model().save(str(directory / "tokenizer.json"))
     write_json(directory, "tokenizer_config.json", {"chat_template": template})

@@ -68,6 +68,9 @@ def random_model(seed: int = 0, **changes) -> Transformer:
     for layer in model.layers:
         layer.attention_norm.weight.uniform_(0.5, 1.5)
         layer.ffn_norm.weight.uniform_(0.5, 1.5)
+        if model.config.qk_norm:
+            layer.attention.q_norm.weight.uniform_(0.5, 1.5)
+            layer.attention.k_norm.weight.uniform_(0.5, 1.5)
     return model
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from eagle_draft import DraftConfig
 from talon.checkpoint import Checkpoint, TensorSpec, read_checkpoint
 from talon.formats.head_import import LAYER_IDS, NORM_FLAGS, head_outputs, plan_head
+from talon.formats.hf_config import SPEEDS
 from talon.formats.hf_folder import HFFolder, Output, check_finite, new_directory
 from talon.settings import listed
 from talon.writing import replacing, write_safetensors
@@ -59,12 +60,12 @@ def check_expressible(checkpoint: Checkpoint, layout: str) -> DraftConfig:
         raise ValueError(f"{checkpoint.path} is {what}; --export takes an unquantised head")
     c = DraftConfig.from_dict(checkpoint.config)
     if c.family == "eagle1":
-        lacks = {"its own lm_head": c.own_output, "o_bias": c.o_bias, "mlp_bias": c.mlp_bias}
-        lacks["an EAGLE-1 head"] = layout == "speculators"
+        lacks = {flag: getattr(c, flag) for flag in ("qk_norm", "o_bias", "mlp_bias")}
+        lacks |= {"its own lm_head": c.own_output, "an EAGLE-1 head": layout == "speculators"}
     else:
         lacks = {"a borrowed lm_head": not c.own_output, "fc_bias": c.fc_bias}
         if layout == "eagle":
-            flags = (*NORM_FLAGS, "qkv_bias", "o_bias", "mlp_bias")
+            flags = (*NORM_FLAGS, "qk_norm", "qkv_bias", "o_bias", "mlp_bias")
             lacks |= {flag: getattr(c, flag) for flag in flags}
             lacks[f"feature_layers {c.feature_layers}"] = stated_layers(c) is not None
         else:
@@ -87,32 +88,25 @@ def stated_layers(c: DraftConfig) -> tuple[int, ...] | None:
 
 def layer_config(c: DraftConfig, dtype: str) -> dict:
     """The keys of a one-layer LLaMA config.json that both layouts share."""
-    scaling = None
-    if c.rope_scaling is not None:
-        scaling = {"rope_type": c.rope_scaling.kind, "factor": c.rope_scaling.factor}
-        if c.rope_scaling.kind == "llama3":
-            scaling["low_freq_factor"] = c.rope_scaling.low_freq_factor
-            scaling["high_freq_factor"] = c.rope_scaling.high_freq_factor
-            scaling["original_max_position_embeddings"] = c.rope_scaling.original_max_position
+    scaling, s = None, c.rope_scaling
+    if s is not None:
+        scaling = {"rope_type": s.kind, "factor": s.factor}
+        if s.kind in SPEEDS:
+            low, high = SPEEDS[s.kind]
+            scaling |= {low: s.low_freq_factor, high: s.high_freq_factor}
+            scaling["original_max_position_embeddings"] = s.original_max_position
+        if s.kind == "yarn":
+            scaling |= {"attention_factor": s.attention_factor, "truncate": s.truncate}
     return {
-        "model_type": "llama",
-        "num_hidden_layers": 1,
-        "hidden_size": c.dim,
-        "intermediate_size": c.intermediate_size,
-        "num_attention_heads": c.n_head,
-        "num_key_value_heads": c.n_kv_head,
-        "head_dim": c.head_dim,
-        "hidden_act": "silu",
-        "rms_norm_eps": c.norm_eps,
-        "vocab_size": c.vocab_size,
-        "max_position_embeddings": c.max_seq_length,
-        "rope_theta": c.rope_theta,
-        "rope_scaling": scaling,
-        "attention_bias": c.family == "eagle3" and c.qkv_bias,
-        "mlp_bias": c.mlp_bias,
-        "tie_word_embeddings": False,
-        "torch_dtype": dtype,
-    }
+        "model_type": "qwen3" if c.qk_norm else "llama", "num_hidden_layers": 1,
+        "hidden_size": c.dim, "intermediate_size": c.intermediate_size,
+        "num_attention_heads": c.n_head, "num_key_value_heads": c.n_kv_head,
+        "head_dim": c.head_dim, "hidden_act": "silu", "rms_norm_eps": c.norm_eps,
+        "vocab_size": c.vocab_size, "max_position_embeddings": c.max_seq_length,
+        "rope_theta": c.rope_theta, "rope_scaling": scaling,
+        "attention_bias": c.family == "eagle3" and c.qkv_bias, "mlp_bias": c.mlp_bias,
+        "tie_word_embeddings": False, "torch_dtype": dtype,
+    }  # fmt: skip
 
 
 def flat_config(c: DraftConfig, dtype: str) -> dict:

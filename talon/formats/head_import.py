@@ -3,8 +3,8 @@
 SafeAILab (EAGLE-1, -2, -3), SpecForge, speculators, NVIDIA ModelOpt and AngelSlim directories. A
 head that is misread still decodes, only slowly, so nothing is guessed: a flag without its tensor, a
 tensor without its flag and two statements that disagree are errors that name both. Used by
-convert_hf_checkpoint.py; head_export.py is the way back. Leaves out heads of several layers, q/k
-norms, sliding windows and quantised heads."""
+convert_hf_checkpoint.py; head_export.py is the way back. Leaves out heads of several layers,
+sliding windows and quantised heads."""
 
 import re
 
@@ -32,7 +32,6 @@ ALIASES = {
 
 UNSUPPORTED_TENSORS = {
     r"layers\.[1-9]": "a head of several layers",
-    r"[qk]_norm\.": "a head with norms on q and k (q_norm, k_norm)",
     QUANTISED: "a quantised head",
     r"lora_": "an adapter",
     r"_a_proj|_b_proj": "a head with latent attention (MLA)",
@@ -269,25 +268,16 @@ def plan_head(folder: HFFolder) -> Conversion:
     names, notes = reader.names, reader.notes
     target_dim, layers = reader.features()
     vocab, draft_vocab = reader.vocabularies()
-    theta, scaling, source = read_rope(reader.layer)
+    source = read_rope(reader.layer)[2]
     if reader.nested and source in reader.layer.values:
         source = f"transformer_layer_config.{source}"
     config = DraftConfig(
-        family=reader.family,
-        **read_layer(reader.layer, names, notes),
-        vocab_size=vocab,
-        draft_vocab_size=draft_vocab,
-        target_dim=target_dim,
-        rope_theta=theta,
-        rope_scaling=scaling,
-        rope_source=source,
-        feature_layers=layers,
-        fc_bias=reader.fc_bias(),
-        **reader.norms(),
-        own_embedding="embed_tokens.weight" in names,
-        own_output="lm_head.weight" in names,
+        family=reader.family, **read_layer(reader.layer, names, notes), vocab_size=vocab,
+        draft_vocab_size=draft_vocab, target_dim=target_dim, rope_source=source,
+        feature_layers=layers, fc_bias=reader.fc_bias(), **reader.norms(),
+        own_embedding="embed_tokens.weight" in names, own_output="lm_head.weight" in names,
         source_format=reader.published_format(),
-    )
+    )  # fmt: skip
     check_borrowed(folder, config, notes)
     has_map = "d2t" in names and draft_vocab < vocab
     outputs = [

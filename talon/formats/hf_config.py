@@ -3,11 +3,12 @@
 For convert_hf_checkpoint.py and head_import.py. Leaves out: what only one of the two has, and the
 tensors, but for their names."""
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from model import RopeScaling
-from talon.settings import Settings
+from talon.settings import REQUIRED, Settings
 
 # Keys that change the forward, with the values at which they do not.
 NEUTRAL_VALUES = {
@@ -16,6 +17,13 @@ NEUTRAL_VALUES = {
     "partial_rotary_factor": (1.0,),
     "quantization_config": (),
     "logit_scale": (1.0,),
+}
+
+
+# Scalings that leave fast frequencies alone: where they say what is slow and fast, and if not.
+SPEEDS = {
+    "llama3": {"low_freq_factor": REQUIRED, "high_freq_factor": REQUIRED},
+    "yarn": {"beta_slow": 1.0, "beta_fast": 32.0},
 }
 
 
@@ -52,17 +60,23 @@ def _read_scaling(section: Settings) -> RopeScaling | None:
     kind = next(iter(types), "default" if set(section.values) == {"rope_theta"} else None)
     if kind == "default":
         return None
-    if kind not in ("linear", "llama3"):
-        allowed = "default, linear, llama3"
+    if kind != "linear" and kind not in SPEEDS:  # dynamic would turn keys that are cached
+        allowed = "default, linear, llama3, yarn: keys are rotated once, for good"
         raise ValueError(f"{section.where}: rope type {kind!r}; supported: {allowed}")
     if (factor := section.number("factor")) < 1:
         section.refuse("factor", "a number of at least 1")
     if kind == "linear":
         return RopeScaling(kind, factor)
-    low, high = section.number("low_freq_factor"), section.number("high_freq_factor")
+    (slow, low), (fast, high) = ((k, section.number(k, d)) for k, d in SPEEDS[kind].items())
     if high <= low:
-        section.refuse("high_freq_factor", f"more than low_freq_factor {low}")
-    return RopeScaling(kind, factor, low, high, section.integer("original_max_position_embeddings"))
+        section.refuse(fast, f"more than {slow} {low}")
+    trained, sharper = section.integer("original_max_position_embeddings"), 1.0
+    if kind == "yarn":  # as transformers computes it
+        both = [key for key in ("mscale", "mscale_all_dim") if section.values.get(key)]
+        weights = [section.number(key) for key in both] if len(both) == 2 else [1, 0]
+        above, below = (0.1 * weight * math.log(factor) + 1 for weight in weights)
+        sharper = section.number("attention_factor", above / below)
+    return RopeScaling(kind, factor, low, high, trained, sharper, section.flag("truncate", True))
 
 
 def read_layer(config: Settings, names: Iterable[str], notes: list[str]) -> dict[str, Any]:
@@ -78,17 +92,18 @@ def read_layer(config: Settings, names: Iterable[str], notes: list[str]) -> dict
         config.refuse("head_dim", "an even number, for rotary positions work on pairs")
     # Old Vicuna configurations have another name for the context.
     contexts = ("max_position_embeddings", "max_sequence_length")
-    context = next((key for key in contexts if key in config), contexts[0])
+    length = config.integer(next((key for key in contexts if key in config), contexts[0]), 2048)
+    theta, scaling, _ = read_rope(config)
+    if scaling and scaling.kind == "yarn":  # often switched on next to the old length
+        length = max(length, int(scaling.factor * scaling.original_max_position))
     return {
-        "dim": dim,
-        "n_head": heads,
-        "n_kv_head": kv_heads,
-        "head_dim": head_dim,
+        "dim": dim, "n_head": heads, "n_kv_head": kv_heads, "head_dim": head_dim,
         "intermediate_size": config.integer("intermediate_size"),
-        "norm_eps": config.number("rms_norm_eps", 1e-6),
-        "max_seq_length": config.integer(context, 2048),
+        "norm_eps": config.number("rms_norm_eps", 1e-6), "max_seq_length": length,
+        "rope_theta": theta, "rope_scaling": scaling,
+        "qk_norm": any(name.endswith(".q_norm.weight") for name in names),
         **read_biases(names, config, notes),
-    }
+    }  # fmt: skip
 
 
 def read_biases(names: Iterable[str], config: Settings, notes: list[str]) -> dict[str, bool]:

@@ -192,8 +192,8 @@ class Output:
 
 
 def layer_outputs(name: str, source: str, c: Any, width: int) -> list[Output]:
-    """The linears of the block `name`, fused from those of `source`; q, k and v read `width`. c:
-    ModelConfig | DraftConfig."""
+    """The linears of the block `name`, fused from those of `source`, and the norms of queries and
+    keys; q, k and v read `width`. c: ModelConfig | DraftConfig."""
     q, kv, inner = c.n_head * c.head_dim, c.n_kv_head * c.head_dim, c.intermediate_size
     qkv, gate_up = {"q_proj": q, "k_proj": kv, "v_proj": kv}, {"gate_proj": inner, "up_proj": inner}
     outputs = []
@@ -207,6 +207,9 @@ def layer_outputs(name: str, source: str, c: Any, width: int) -> list[Output]:
         for ending, rest in shapes.items():
             parts = {f"{source}.{block}.{part}.{ending}": (n, *rest) for part, n in rows.items()}
             outputs.append(Output(f"{name}.{linear}.{ending}", parts))
+    for norm in ("q_norm", "k_norm") if c.qk_norm else ():
+        part = {f"{source}.self_attn.{norm}.weight": (c.head_dim,)}
+        outputs.append(Output(f"{name}.attention.{norm}.weight", part))
     return outputs
 
 

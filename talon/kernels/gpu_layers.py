@@ -2,10 +2,10 @@
 
     put_on_gpu(model, dtype)       once, when all weights are loaded: in place, a target or a head
 
-Eight launches a layer, nine where w2 wants its rows rounded or summed up. A forward takes a
-GpuPlace instead of model.py's Place: no mask, since these operators read the length on the device.
-What a file holds is said in linear.py, and the layouts here in gpu_linear.py. Leaves out fp32
-models, and training.
+Eight launches a layer, one more where w2 wants its rows rounded or summed up, one where queries and
+keys are normed. A forward takes a GpuPlace instead of model.py's Place: no mask, since these
+operators read the length on the device. What a file holds is said in linear.py, and the layouts
+here in gpu_linear.py. Leaves out fp32 models, and training.
 """
 
 from typing import NamedTuple
@@ -143,18 +143,26 @@ class GpuNorm(nn.Module):
 class GpuAttention(nn.Module):
     """`model.Attention`."""
 
+    project = Attention.project
+
     def __init__(self, attention: Attention, dtype: torch.dtype) -> None:
         super().__init__()
         self.n_head, self.n_kv_head = attention.n_head, attention.n_kv_head
         self.head_dim = attention.head_dim
         self.wqkv, self.wo = GpuLinear(attention.wqkv, dtype), GpuLinear(attention.wo, dtype)
+        self.q_norm, self.k_norm = attention.q_norm, attention.k_norm
+        norms = self.q_norm and torch.stack((self.q_norm.weight, self.k_norm.weight)).detach()
+        self.register_buffer("norms", norms, persistent=False)
         arrived = torch.zeros(64 * MOST_BLOCKS, dtype=torch.int32, device=self.wo.weight.device)
         self.register_buffer("arrived", arrived, persistent=False)
 
     def forward(self, x: Tensor | Rows, place: GpuPlace, kv: Tensor, residual: Tensor) -> Tensor:
         rows, wo = x if isinstance(x, tuple) else self.wqkv.ready(x), self.wo
         rope, *seen = place
-        q = self.wqkv.multiply(rows, "qkv", None, rope, *seen, kv)
+        if self.norms is None:
+            q = self.wqkv.multiply(rows, "qkv", None, rope, *seen, kv)
+        else:
+            q = ops.heads(self.wqkv.multiply(rows), self.norms, self.q_norm.eps, rope, *seen, kv)
         rows = ops.attend_tree(q, kv, *seen, wo.factors, self.arrived, wo.form, wo.group)
         return wo.multiply(rows, "plain", residual)
 

@@ -3,7 +3,8 @@
     y = torch.ops.talon.linear(rows, beside, *layer, "plain", torch.bfloat16, residual)
 
 Importing this file registers the operator. It ends "plain" with bias and residual stream, "silu"
-with SiLU(gate) * up, "qkv" with queries and keys rotated, keys and values in the cache.
+with SiLU(gate) * up, "qkv" with queries and keys rotated, keys and values in the cache. Where
+queries and keys are normed, `talon::heads` does the latter: outputs of two programs may be a head.
 
     weights          rows (gpu_rows.py)         in memory (gpu_layers.py)
     fp16, bf16       plain                      [N, K] as they are stored
@@ -264,10 +265,8 @@ def linear(
     x, residual = (t if t is None else t.contiguous() for t in (x, residual))
     out = new_out(x, beside, weight, scales, bias, arrived, outputs, end, dtype, kv=kv)
     _, group, there, width = (2, 0, 0, outputs) if kv is None else kv.shape
-    turns, nodes = (
-        0 if rope is None else rope.shape[1],
-        0 if ancestors is None else ancestors.shape[1],
-    )
+    turns = 0 if rope is None else rope.shape[1]
+    nodes = 0 if ancestors is None else ancestors.shape[1]
     linear_kernel[(blocks, split, tiles)](
         x, beside, weight, scales, bias, residual, out, parts, arrived, rope, turns, length,
         ancestors, nodes, kv, rows, outputs, inputs, part, groups, width // 2, group, there,
@@ -287,3 +286,50 @@ def new_out(
     if end == "qkv":
         shape = [outputs // kv.shape[3] - 2 * kv.shape[1], kv.shape[3]]
     return x.new_empty(x.shape[0], *shape, dtype=dtype)
+
+
+@triton.jit
+def heads_kernel(
+    qkv, norms, out, rope, turns, length, ancestors, nodes, kv, T, HEADS, G, R, HALF, eps,
+    NODES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One head of one row, whose numbers no other row changes. BLOCK: at least HALF of a head."""
+    i, row = tl.arange(0, BLOCK)[:, None], tl.program_id(0) + tl.zeros((1, 1), tl.int32)
+    head, live = tl.program_id(1) + 0 * i, i < HALF
+    at = qkv + (row * tl.num_programs(1) + head).to(tl.int64) * 2 * HALF + i
+    low = tl.load(at, mask=live, other=0).to(tl.float32)
+    high = tl.load(at + HALF, mask=live, other=0).to(tl.float32)
+    at, normed = norms + tl.where(head < HEADS, 0, 2 * HALF) + i, live & (head < HEADS + G)
+    scale = tl.rsqrt(tl.sum(low * low + high * high, 0) / (2 * HALF) + eps)
+    scale = tl.where(normed, scale[None, :], 1.0)
+    low = (low * scale).to(out.dtype.element_ty) * tl.load(at, mask=normed, other=1)
+    high = (high * scale).to(out.dtype.element_ty) * tl.load(at + HALF, mask=normed, other=1)
+    pair = tl.where(live, head * HALF + i, tl.num_programs(1) * HALF)  # behind all: not written
+    write_qkv(
+        low.to(tl.float32), high.to(tl.float32), row, pair, out, rope, turns, length, ancestors,
+        nodes, kv, T, HEADS, G, R, HALF, NODES,
+    )  # fmt: skip
+
+
+@library.custom_op("talon::heads", mutates_args=())
+def heads(
+    qkv: Tensor, norms: Tensor, eps: float, rope: Tensor, length: Tensor,
+    ancestors: Tensor | None, kv: Tensor,
+) -> Tensor:  # fmt: skip
+    """What `linear` ends with for qkv, of rows qkv [T, (H + 2G) * D], queries and keys normed first
+    (RMSNorm). norms: weights [2, D]; the other arguments and the result are as there."""
+    out = new_queries(qkv, norms, eps, rope, length, ancestors, kv)
+    (rows, queries, size), (_, groups, there, _) = out.shape, kv.shape
+    nodes = 1 if ancestors is None else ancestors.shape[1]
+    heads_kernel[(rows, queries + 2 * groups)](
+        qkv, norms, out, rope, rope.shape[1], length, ancestors, nodes, kv, rows, queries, groups,
+        there, size // 2, eps, NODES=triton.next_power_of_2(nodes),
+        BLOCK=triton.next_power_of_2(size // 2), num_warps=1,
+    )  # fmt: skip
+    return out
+
+
+@heads.register_fake
+def new_queries(qkv, norms, eps, rope, length, ancestors, kv):
+    _, groups, _, size = kv.shape
+    return qkv.new_empty(len(qkv), qkv.shape[1] // size - 2 * groups, size)

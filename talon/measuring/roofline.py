@@ -47,12 +47,12 @@ CARDS = {"rtx3090": Card("RTX 3090", 936e9, 71.2e12, 284e12, 24e9)}
 
 
 def llama(
-    n_layer: int, dim: int, n_kv_head: int, intermediate_size: int, vocab_size: int
+    n_layer: int, dim: int, n_kv_head: int, intermediate_size: int, vocab_size: int, n_head: int = 0
 ) -> ModelConfig:
-    """The shape of a LLaMA whose attention heads have 128 dimensions, with a context of 4096."""
+    """The shape of a model whose attention heads have 128 dimensions, with a context of 4096."""
     sizes = {"n_layer": n_layer, "dim": dim, "n_kv_head": n_kv_head, "vocab_size": vocab_size}
-    sizes |= {"n_head": dim // 128, "head_dim": 128, "intermediate_size": intermediate_size}
-    return ModelConfig(**sizes, norm_eps=1e-5, max_seq_length=4096)
+    sizes |= {"n_head": n_head or dim // 128, "intermediate_size": intermediate_size}
+    return ModelConfig(**sizes, head_dim=128, norm_eps=1e-5, max_seq_length=4096)
 
 
 MODELS = {
@@ -60,6 +60,9 @@ MODELS = {
     "LLaMA-2-13B": llama(40, 5120, 40, 13824, 32000),
     "LLaMA-3.1-8B": llama(32, 4096, 8, 14336, 128256),
     "Vicuna-13B": llama(40, 5120, 40, 13824, 32000),
+    "Qwen3-8B": llama(36, 4096, 8, 12288, 151936),
+    "Qwen3-14B": llama(40, 5120, 8, 17408, 151936),
+    "Qwen3-32B": llama(64, 5120, 8, 25600, 151936, n_head=64),
 }
 
 # Bytes a weight: int8 has a scale a row (too little to count), int4 a scale and a zero of 2 bytes
@@ -89,6 +92,9 @@ PUBLISHED = [
     Published("Vicuna-13B", "EAGLE-1", "eagle1", 32000, 26, 5, 4, 3.98),
     Published("Vicuna-13B", "EAGLE-2", "eagle1", 32000, 60, 6, 10, 4.83),
     Published("Vicuna-13B", "EAGLE-3", "eagle3", 32000, 60, 8, 10, 6.65),
+    Published("Qwen3-8B", "EAGLE-3", "eagle3", 32000, 3, 2, 1, 1.97),
+    Published("Qwen3-14B", "EAGLE-3", "eagle3", 32000, 3, 2, 1, 1.74),
+    Published("Qwen3-32B", "EAGLE-3", "eagle3", 32000, 3, 2, 1, 1.86),
 ]
 
 

@@ -48,8 +48,7 @@ def batched_block(
     x: [B, C]; mask: [B, R]; kv: [2, B * G, R, D]."""
     attention, batch, width = layer.attention, *mask.shape
     heads, groups, size = attention.n_head, attention.n_kv_head, attention.head_dim
-    qkv = attention.wqkv(layer.attention_norm(x)).view(batch, heads + 2 * groups, size)
-    q, k, v = qkv.split((heads, groups, groups), dim=1)
+    q, k, v = attention.project(layer.attention_norm(x))
     row = torch.arange(batch, device=x.device)
     # Keys lie transposed, and the matrix multiplications read the whole cache: anything strided
     # would be copied first.

@@ -59,7 +59,7 @@ class UnrolledAttention(Attention):
         rope, _, mask = place
         length = mask.shape[0]
         heads, groups, size = self.n_head, self.n_kv_head, self.head_dim
-        q, k, v = self.wqkv(x).view(-1, heads + 2 * groups, size).split((heads, groups, groups), 1)
+        q, k, v = self.project(x)
         # [B, G, H/G, T, D] for queries, [B, G, T, D] for keys and values
         q = rotate(q, rope).view(-1, length, groups, heads // groups, size).permute(0, 2, 3, 1, 4)
         k = rotate(k, rope).view(-1, length, groups, size).transpose(1, 2)

@@ -21,7 +21,7 @@ from talon.operators import choose_picks
 from talon.sampling import NO_TOKEN, Picks, SamplingConfig
 from talon.trees import NO_TREE, Tree, bucket_widths
 
-CHUNKS = {"cpu": (64,), "cuda": (16, 64, 256)}  # tokens of a forward over the prompt
+CHUNKS = {"cpu": range(1, 257), "cuda": (16, 64, 256)}  # tokens of a forward over the prompt
 
 
 class Decoder:
@@ -145,7 +145,7 @@ class Decoder:
         it took; keeps nothing cached."""
         started = time.perf_counter()
         pick = self.picks.set(sampling)
-        for chunk in self.chunks:
+        for chunk in self.chunks if self.on_gpu else (1,):
             self.prefill([0] * chunk, 0, pick)
         for _ in range(2):
             self.launch(2 + 2 * (self.tree.depth + 1) + self.tree.reach, pick).tokens()

@@ -13,6 +13,7 @@ from model import ModelConfig
 from talon.checkpoint import Checkpoint
 from talon.decoder import CHUNKS
 from talon.loading import Files, loaded_dtype
+from talon.operators import has_cpu_operators
 from talon.trees import Tree
 
 GRAPH_BYTES = 10**7  # of a captured round by itself: about 900 kernels of 10 KB each (estimated)
@@ -63,6 +64,8 @@ def plan_memory(
     in_parts = device.type == "cuda" and dtype != torch.float32
     parts = math.ceil(math.sqrt(rows / 96))  # see talon/kernels/gpu_attention.py; else all scores
     score = 4 * (parts * (c.head_dim + 2) if in_parts else 3 * rows)
+    if device.type == "cpu" and dtype != torch.float16 and has_cpu_operators():
+        score = 2048 * rows // (c.n_head * chunk)  # of 512 tokens and heads at a time
     prefill = forward_bytes(c, chunk, 1, score, dtype)
     drafted = forward_bytes(c, tree.nodes, max(tree.nodes, tree.beam), score, dtype)
     workspace, graphs = max(prefill, drafted), 0

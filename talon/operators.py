@@ -46,13 +46,13 @@ def choose_operators(module: nn.Module, device: torch.device, dtype: torch.dtype
     for layer in module.modules():
         if hasattr(layer, "pack"):  # a quantised one
             layer.pack(device, dtype)
-    if device.type != "cpu" or dtype != torch.float32 or not has_cpu_operators():
+    if device.type != "cpu" or dtype not in cpu_kernels.MOST_ROWS or not has_cpu_operators():
         return
     for parent in list(module.modules()):
         if isinstance(parent, Attention):
             parent.attend = cpu_kernels.attend_rows
         for name, child in list(parent.named_children()):
-            if type(child) is nn.Linear and child.weight.dtype == torch.float32:
+            if type(child) is nn.Linear and child.weight.dtype in cpu_kernels.MOST_ROWS:
                 setattr(parent, name, cpu_kernels.RowsLinear(child))
 
 

@@ -23,6 +23,7 @@ SHAPES = [  # of attention: rows, heads, groups, size of a head, slots read, slo
     (5, 4, 4, 8, 16, 17), (3, 2, 1, 48, 33, 34), (7, 8, 2, 128, 300, 301), (2, 2, 2, 20, 3, 4),
 ]  # fmt: skip
 CONTRACTED = 1e-6  # relative error of fp32 sums
+AMX = (False, True)[: 2 if cpu_kernels.integer_route() == "amx" else 1]
 
 
 def setup_module():
@@ -50,13 +51,13 @@ def multiplications(inputs, outputs):
     weight, steps = torch.randn(outputs, inputs), random_int8(outputs, inputs)
     scales = torch.rand(outputs) + 0.1
     stretched = steps.double() * scales.double()[:, None]
-    yield "fp32", lambda x: ops.fp32_rows(x, weight), lambda x: x.double() @ weight.double().t()
+    yield "fp32", lambda x: ops.float_rows(x, weight), lambda x: x.double() @ weight.double().t()
     yield "int8", lambda x: ops.int8_rows(x, steps, scales), lambda x: x.double() @ stretched.t()
     if cpu_kernels.load():
         packed = cpu_kernels.interleave(steps)
 
         for planes, limit in ((1, 127), (2, 127 * 256)):
-            for amx in (False, True)[: cpu_kernels.load()]:
+            for amx in AMX:
                 yield (
                     f"{planes} planes, amx {amx}",
                     lambda x, p=planes, a=amx: ops.integer_rows(x, packed, scales, p, a),
@@ -79,7 +80,7 @@ def multiplications(inputs, outputs):
         )
         if cpu_kernels.load():
             packed = cpu_kernels.interleave_groups(halves, *pairs, groupsize)
-            for amx in (False, True)[: cpu_kernels.load()]:
+            for amx in AMX:
                 yield (
                     f"int4 as integers, groups of {groupsize}, {dtype}, amx {amx}",
                     lambda x, p=packed, a=amx, more=padding: ops.grouped_rows(
@@ -102,7 +103,7 @@ def test_multiplications_are_exact_to_rounding_and_do_not_depend_on_other_rows(i
             assert torch.equal(multiply(x[:rows].contiguous()), alone[:rows]), (name, rows)
 
 
-@pytest.mark.skipif(cpu_kernels.load() < 2, reason="a CPU without AMX")
+@pytest.mark.skipif(len(AMX) < 2, reason="a CPU without AMX")
 @pytest.mark.parametrize("inputs, outputs", SIZES)
 def test_vnni_and_amx_give_the_same_bits(inputs, outputs):
     x, found = torch.randn(max(ROWS), inputs), {}
@@ -161,14 +162,25 @@ def test_threads_change_no_number():
         torch.set_num_threads(before)
 
 
-@pytest.mark.skipif(not cpu_kernels.load(), reason="a CPU without VNNI")
 def test_extreme_integers_do_not_overflow():
+    if not cpu_kernels.load():
+        return
     steps = torch.full((64, 14336), -127, dtype=torch.int8)
     x = torch.full((2, 14336), 127.0)
-    for amx in (False, True)[: cpu_kernels.load()]:
+    for amx in AMX:
         packed, scales = cpu_kernels.interleave(steps), torch.ones(64)
         y = torch.ops.talon.integer_rows(x, packed, scales, 1, amx)
         assert torch.equal(y, torch.full((2, 64), -127.0 * 127 * 14336))
+    # Both halves of 16 bits at their ends, and nibbles at theirs.
+    x = torch.tensor([[127 * 256.0, 126.5 * 256, -126.5 * 256, -(126 * 256.0 + 127)]]).repeat(1, 64)
+    y = torch.ops.talon.integer_rows(x, cpu_kernels.interleave(steps[:, :256]), scales, 2, False)
+    assert torch.equal(y[0], (x.double() @ steps[:, :256].double().t())[0].float())
+    halves = torch.full((16, 128), 255, dtype=torch.uint8)
+    units, bases = torch.ones(16, 8).bfloat16(), torch.zeros(16, 8).bfloat16()
+    y = torch.ops.talon.grouped_rows(
+        x, *cpu_kernels.interleave_groups(halves, units, bases, 32), False
+    )
+    assert torch.equal(y, 7 * x.sum(1, keepdim=True).expand(1, 16))
 
 
 def test_rows_of_zeros_and_no_rows_at_all():
@@ -187,34 +199,47 @@ def test_fast_linears_share_the_weights_and_keep_the_numbers():
     assert all(a.weight is b for a, b in zip(fast, weights, strict=True))
     for rows, value in expected.items():
         torch.testing.assert_close(fast(torch.ones(rows, 40)), value)
-    half = nn.Sequential(nn.Linear(4, 4)).bfloat16()
-    choose_operators(half, torch.device("cpu"), torch.float32)
+    half = nn.Sequential(nn.Linear(4, 4)).half()
+    choose_operators(half, torch.device("cpu"), torch.float16)
     assert type(half[0]) is nn.Linear
 
 
+def integer_results():
+    """What the operators for integers give, by size and name."""
+    torch.manual_seed(1)
+    found = {}
+    for inputs, outputs in SIZES:
+        x = torch.randn(max(ROWS), inputs)
+        for name, multiply, _ in multiplications(inputs, outputs):
+            if "integers" in name or "planes" in name:
+                found[inputs, outputs, name.partition(", amx")[0]] = multiply(x)
+    return found
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "without", ["-mno-amx-int8", "-mno-avx512vnni", "-mno-avx512f", "-mno-avx512f -mno-avx2"]
-)
-def test_every_instruction_set_gives_right_multiplications(without):
+@pytest.mark.parametrize("level", ["floats", "avx2", "avxvnni", "vnni"])
+def test_every_level_gives_right_numbers_and_the_same_bits_of_integers(level, tmp_path):
     """Compiled for a lesser CPU than this one, in a process of its own."""
     code = f"""
-from talon.kernels import cpu_kernels
-cpu_kernels.FLAGS += {tuple(without.split())}
-import test_cpu_kernels as t
+import torch, test_cpu_kernels as t
 t.setup_module()
-print("level", cpu_kernels.load())
+torch.save((t.cpu_kernels.integer_route(), t.integer_results()), {str(tmp_path / "results")!r})
 for size in t.SIZES:
     t.test_multiplications_are_exact_to_rounding_and_do_not_depend_on_other_rows(*size)
 for shape in t.SHAPES:
     t.test_attention_is_exact_to_rounding_and_does_not_depend_on_other_rows(*shape)
+t.test_extreme_integers_do_not_overflow()
 """
-    paths = f"{ROOT}:{ROOT / 'tests'}"
     done = subprocess.run(
         [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": paths},
+        env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "TALON_CPU_LEVEL": level},
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    assert without == "-mno-amx-int8" or "level 0" in done.stdout
+    route, found = torch.load(tmp_path / "results")
+    if route != level:
+        pytest.skip(f"a CPU without {level}: {route} ran")
+    best = integer_results()
+    assert level == "floats" or found.keys() == best.keys() != set()
+    assert all(torch.equal(found[key], best[key]) for key in found)

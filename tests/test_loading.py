@@ -145,18 +145,21 @@ class Allocated(TorchDispatchMode):
 
 @pytest.mark.parametrize("tree", ["none", "chain:5", TREE])
 @pytest.mark.parametrize("vocab_size", [128, 8000])
-def test_a_round_and_a_prefill_take_no_more_than_is_planned_and_not_much_less(vocab_size, tree):
-    """Eagerly and in fp32, where most is held at once."""
+def test_a_round_and_a_prefill_take_no_more_than_is_planned_and_not_much_less(
+    vocab_size, tree, monkeypatch
+):
+    """Eagerly, in fp32 and by torch's own attention, where most is held at once."""
+    monkeypatch.setattr("talon.memory.has_cpu_operators", lambda: False)
     model, shape = random_model(vocab_size=vocab_size, max_seq_length=1500), parse_tree(tree)
     decoder = eager(model, random_head(model), shape, 1500)
     files = Files(headers(model, "target", model.config, None), model.config, None)
     planned = plan_memory(files, 1500, shape, torch.float32, CPU, None).workspace
-    tokens, at, held = torch.zeros(65, dtype=torch.int64), decoder.at(1500), []
+    tokens, at, held = torch.zeros(257, dtype=torch.int64), decoder.at(1500), []
     for sampling in (SamplingConfig(), SamplingConfig(0.8, top_k=20, top_p=0.9)):
         pick = decoder.picks.set(sampling)
         with torch.inference_mode():
             with Allocated() as in_prefill:
-                decoder.prefill_chunk(tokens, 64, True, at, pick)
+                decoder.prefill_chunk(tokens, 256, True, at, pick)
             with Allocated() as in_round:
                 decoder.round(at, pick)
         held += in_prefill.peak, in_round.peak

@@ -55,9 +55,9 @@ def test_drafted_ids_equal_plain_ids_of_the_same_target(files, said, target, hea
     )
     drafted, plain = decode(engine.decoder, list(range(3, 15)), 30), said(path, computed)
     assert len(drafted.tokens) == 30 and drafted.stats.rounds > 1
-    if computed == "fp32":
+    if computed != "fp16":
         assert drafted.tokens == plain
-    else:  # half precision may flip a near tie somewhere: the beginning must agree
+    else:  # torch's own operators may flip a near tie somewhere: the beginning must agree
         assert drafted.tokens[:8] == plain[:8]
 
 

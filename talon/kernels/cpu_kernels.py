@@ -1,8 +1,8 @@
 """Few rows on a CPU: compiles cpu_kernels.cpp once and registers its operators.
 
 The operators are those of the library `talon`: matrix multiplications fp32 [T, K] -> fp32 [T, O],
-and attention. A row's result does not depend on the rows next to it. Leaves out many rows, for
-which torch's own operators are right, and the choice between the two (talon/loading.py)."""
+and attention. A row's result does not depend on the rows next to it. TALON_CPU_LEVEL names a lesser
+CPU to compile for. Leaves out many rows of floats, for which torch's own operators are right."""
 
 import functools
 import hashlib
@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, library, nn
 
-from model import attend
 from talon.graphs import remove_broken_libraries
 
 SOURCE = Path(__file__).with_suffix(".cpp")
@@ -21,8 +20,10 @@ SOURCE = Path(__file__).with_suffix(".cpp")
 # They follow those of torch.compile, made for other code. Not fusing is part of the arithmetic.
 FLAGS = ("-O2", "-g0", "-ffp-contract=off")
 GCC_FLAGS = ("-ftree-loop-vectorize",)
-
-MOST_ROWS = 64  # beyond that arithmetic is the bound, and torch's library is faster
+# How quantised layers multiply, and what makes a better CPU do as that one.
+ROUTES = ("floats", "avx2", "avxvnni", "vnni", "amx")
+LESSER = "-mno-avx2", "-mno-avx512f -mno-avxvnni", "-DTALON_NARROW", "-mno-amx-int8", ""
+MOST_ROWS = {torch.float32: 256, torch.bfloat16: 64}  # beyond that torch's library is faster
 MOST_INPUTS = 65793  # 255 * 128 * inputs must fit 32 bits
 
 
@@ -34,7 +35,11 @@ def compile_operators() -> None:
     remove_broken_libraries()
     # What is kept on disk belongs to this kind of CPU: -march=native says nothing about it.
     cpu = hashlib.sha256(repr(sorted(torch.cpu.get_capabilities().items())).encode())
-    flags = (f"-DTALON_CPU=0x{cpu.hexdigest()[:8]}", *FLAGS, *(GCC_FLAGS if is_gcc() else ()))
+    level = os.environ.get("TALON_CPU_LEVEL", "amx")
+    if level not in ROUTES:
+        raise ValueError(f"TALON_CPU_LEVEL {level!r} is not one of {', '.join(ROUTES)}")
+    flags = (*FLAGS, *LESSER[ROUTES.index(level)].split(), *(GCC_FLAGS if is_gcc() else ()))
+    flags = (f"-DTALON_CPU=0x{cpu.hexdigest()[:8]}", *flags)
     CppCodeCache.load(SOURCE.read_text("utf-8"), extra_flags=flags, needs_vec_isa=False)
 
 
@@ -46,21 +51,16 @@ def load_or_reason() -> int | str:
     except Exception as error:  # torch has many kinds, and some hold pages of a compiler's output
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         return next((x for x in lines if "error:" in x), lines[-1] if lines else repr(error))
-    for name in ("fp32_rows", "int8_rows", "int4_rows"):
-        library.register_fake(f"talon::{name}", lambda x, w, *_: outputs_of(x, w.shape[0]))
-    library.register_fake("talon::integer_rows", lambda x, w, s, *_: outputs_of(x, s.shape[0]))
-    library.register_fake("talon::grouped_rows", lambda x, w, *_: outputs_of(x, 16 * w.shape[0]))
-    library.register_fake("talon::attend", lambda q, *_: outputs_of(q, q.shape[1] * q.shape[2]))
+    for name in ("float_rows", "int8_rows", "int4_rows"):
+        library.register_fake(f"talon::{name}", lambda x, w, *_: x.new_empty(len(x), len(w)))
+    library.register_fake("talon::integer_rows", lambda x, w, s, *_: x.new_empty(len(x), len(s)))
+    library.register_fake("talon::grouped_rows", lambda x, w, *_: x.new_empty(len(x), 16 * len(w)))
+    library.register_fake("talon::attend", lambda q, *_: q.new_empty(len(q), q[0].numel()))
     return torch.ops.talon.integer_level()
 
 
-def outputs_of(x: Tensor, count: int) -> Tensor:
-    return x.new_empty((x.shape[0], count))
-
-
 def load() -> int:
-    """Make the operators available; ValueError where they cannot be compiled. Returns what those
-    for integers use: 2 AMX, 1 VNNI, 0 neither."""
+    """Make the operators available, or ValueError. Returns the index in ROUTES of what they use."""
     found = load_or_reason()
     if isinstance(found, str):
         raise ValueError(
@@ -72,11 +72,9 @@ def load() -> int:
 
 
 def integer_route() -> str:
-    """How quantised layers multiply: with "amx", "vnni", or as "floats" where the CPU has neither.
-
-    ValueError where nothing can be compiled."""
+    """How quantised layers multiply, one of ROUTES. ValueError where nothing can be compiled."""
     try:
-        return ("floats", "vnni", "amx")[load()]
+        return ROUTES[load()]
     except ValueError as error:
         raise ValueError(f"{error}; without it, use the checkpoint that is not quantised") from None
 
@@ -120,21 +118,20 @@ def deinterleave_groups(
 
 
 class RowsLinear(nn.Linear):
-    """The tensors of an fp32 linear layer, in one that is fast for a few rows."""
+    """The tensors of an fp32 or bf16 linear layer, in one that is fast for a few rows."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__(linear.in_features, linear.out_features, device="meta")
         self.weight, self.bias = linear.weight, linear.bias
+        self.most_rows = MOST_ROWS[linear.weight.dtype]
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.shape[0] > MOST_ROWS:
+        if x.shape[0] > self.most_rows:
             return F.linear(x, self.weight, self.bias)
-        y = torch.ops.talon.fp32_rows(x.contiguous(), self.weight)
-        return y if self.bias is None else y + self.bias
+        y = torch.ops.talon.float_rows(x.float().contiguous(), self.weight)
+        return (y if self.bias is None else y + self.bias.float()).to(x.dtype)
 
 
 def attend_rows(q: Tensor, kv: Tensor, mask: Tensor) -> Tensor:
-    """`model.attend` for fp32, fast for a few rows."""
-    if q.shape[0] > MOST_ROWS:
-        return attend(q, kv, mask)
-    return torch.ops.talon.attend(q.contiguous(), kv, mask.contiguous())
+    """`model.attend` for fp32 and bf16: no key is read past the last that some token sees."""
+    return torch.ops.talon.attend(q.float().contiguous(), kv, mask.contiguous()).to(q.dtype)

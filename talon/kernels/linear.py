@@ -31,7 +31,7 @@ from talon.kernels import cpu_kernels
 GROUPSIZES = (32, 64, 128, 256)
 GROUPSIZE = 128  # where none is given
 TINY = 1e-30  # a row of activations smaller than this counts as zero
-INTEGERS = ("vnni", "amx")  # routes of a CPU that multiply integers
+INTEGERS = cpu_kernels.ROUTES[1:]  # routes of a CPU that multiply integers
 AMX_ROWS = 4  # from which tiles were measured to be faster; the numbers are the same either way
 
 # ---------------------------------------------------------------- rounding

@@ -127,13 +127,13 @@ def random_target(
     """A target whose next token depends on all before it, with logits that spread by about 1."""
     with torch.device("meta"):
         model = Transformer(config)
-    last = 0.02 / math.sqrt(2 * config.n_layer)
-    fill_linears(model, mode, device, dtype, {"wo": last, "w2": last, "output": config.dim**-0.5})
     embedding = torch.randn(config.vocab_size, config.dim, dtype=dtype, device=device) * 0.02
     model.tok_embeddings.weight = nn.Parameter(embedding, requires_grad=False)
     for norm in (module for module in model.modules() if isinstance(module, RMSNorm)):
         ones = torch.ones(config.dim, dtype=dtype, device=device)
         norm.weight = nn.Parameter(ones, requires_grad=False)
+    last = 0.02 / math.sqrt(2 * config.n_layer)
+    fill_linears(model, mode, device, dtype, {"wo": last, "w2": last, "output": config.dim**-0.5})
     return model
 
 

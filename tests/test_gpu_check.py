@@ -5,6 +5,7 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
+import gpu_plain
 import pytest
 import torch
 from cuda_standin import Gpu
@@ -57,13 +58,17 @@ def test_every_section_writes_its_rows(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_decoding_is_checked_by_the_code_that_runs_on_a_gpu(tmp_path):
-    scope = replace(SCOPE, trees=((None, "dynamic:nodes=16,levels=4,top_k=4"),))
+def test_the_whole_check_runs_by_the_operators_of_a_gpu(tmp_path, monkeypatch):
+    gpu_plain.register()
+    monkeypatch.setattr(gpu_check, "copies", lambda size, device: 2)
     with Gpu() as gpu:
-        assert Check(torch.device("cuda"), tmp_path, 480.0, scope).run("decoding") == 0
-    plain, drafted = found(tmp_path)["rows"]["decoding bfloat16"]
-    assert gpu.captures and plain["ids_as_plain"] and drafted["ids_as_plain"]
-    assert drafted["acceptance_length"] > 2 > drafted["worst_gap"]
+        assert Check(torch.device("cuda"), tmp_path, 480.0, SCOPE).run() == 0
+    rows = found(tmp_path)["rows"]
+    assert len(rows["kernels"]) == 4 and gpu.captures
+    for section in ("decoding bfloat16", "decoding int4"):
+        plain, drafted = rows[section]
+        assert plain["ids_as_plain"] and drafted["ids_as_plain"]
+        assert drafted["acceptance_length"] > 2 > drafted["worst_gap"]
 
 
 def test_what_is_expected_is_on_disk_before_it_is_measured(tmp_path, monkeypatch):

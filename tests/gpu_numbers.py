@@ -9,6 +9,7 @@ multiplication is replaced by sums of fixed order, as the tensor cores have them
 
 import re
 
+import gpu_plain
 import numpy as np
 import pytest
 import torch
@@ -370,6 +371,39 @@ def test_limits_keep_what_a_stable_sort_keeps(dtype):
             wanted = (rank < top_k) & ((before.gather(1, rank) < top_p) | (rank == 0))
             near = (before.gather(1, rank) - top_p).abs() < 1e-5  # left to how sums are rounded
             assert torch.equal(kept | near, wanted | near)
+
+
+# ---------------------------------------------------------------- the same in plain torch
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_other_tests_run_instead_of_the_kernels_computes_the_same(mode):
+    layer, x = GpuLinear(make_linear(mode, 200, 96, 32), torch.float16), torch.randn(9, 200).half()
+    form = layer.factors, 0.0, "none", layer.form, layer.group
+    rows = ops.ready(x, *form)
+    for ours, plain in zip(rows, gpu_plain.plain_ready(x, *form), strict=True):
+        assert ours.numel() == 0 or error(ours, plain) < 1e-3
+    tree, length, caches = tree_of(9), torch.tensor([20]), torch.zeros(2, 2, 1, 40, 16).half()
+    table = rope_table(40, 16, 1e4, None)
+    ends = {"plain": (), "silu": (), "qkv": (None, table, length, tree)}
+    for end, more in ends.items():
+        given = *rows, layer.weight, layer.scales, layer.bias, layer.arrived, 96, end, x.dtype
+        kv = [(cache,) if more else () for cache in caches]
+        ours = ops.linear(*given, *more, *kv[0])
+        assert error(ours, gpu_plain.plain_linear(*given, *more, *kv[1])) < 1e-3
+    assert error(caches[0], caches[1]) < 1e-3 and caches[0].any()
+    given = ours, torch.randn(2, 1, 40, 16).half(), length, tree, None, layer.arrived, "plain", 0
+    assert error(ops.attend_tree(*given)[0], gpu_plain.plain_attend(*given)[0]) < 1e-3
+
+
+@pytest.mark.parametrize("kind", ["greedy", "sample"])
+def test_choices_in_plain_torch_are_those_of_the_kernel(kind):
+    pick, logits = picks_for(kind), torch.randn(3, 700).half()
+    noise = (torch.arange(3), pick.temperature, pick.seed) if kind == "sample" else (None,) * 3
+    for ids, above, top in ((None, None, 1), (torch.randperm(700), -torch.rand(3), 10)):
+        given = logits, torch.zeros(3, dtype=torch.int32), *noise, None, ids, above, top
+        ours, plain = ops.best(*given), gpu_plain.plain_best(*given)
+        assert torch.equal(ours[0], plain[0]) and torch.allclose(ours[1], plain[1], atol=1e-5)
 
 
 # ---------------------------------------------------------------- modules

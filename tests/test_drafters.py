@@ -225,10 +225,10 @@ MODES = ("int8", "int8-dynamic", "int4")
 @pytest.mark.parametrize("source", SOURCES)
 def test_ids_of_quantised_targets_equal_their_plain_ids(quantised_models, source, mode):
     model, ids = quantised_models[mode], (5, 6, 7, 5, 6)
-    decoder = drafting(source, model, 200)
-    for name, sampling in SAMPLINGS.items():
-        plain = plain_run(model, name, ids, 30, 200)
-        assert decode(decoder, list(ids), 30, sampling).tokens == plain.tokens
+    name = list(SAMPLINGS)[(list(SOURCES).index(source) + MODES.index(mode)) % 3]
+    plain = plain_run(model, name, ids, 30, 200)
+    run = decode(drafting(source, model, 200), list(ids), 30, SAMPLINGS[name])
+    assert run.tokens == plain.tokens
 
 
 # ---------------------------------------------------------------- a small draft model

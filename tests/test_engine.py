@@ -69,7 +69,7 @@ def plain_run(name: str, sampling: str, context: int) -> Generation:
     return decode(eager(model, context=context), ids, 200, SAMPLINGS[sampling])
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("sampling", ["greedy", "full", "filter"])
 @pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("name", HEADS)
 def test_drafted_ids_equal_plain_ids_to_the_end_of_the_context(name, tree, sampling):

@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import train_draft
 from eagle_draft import DraftHead
 from model import Transformer
+from talon import operators
 from talon.checkpoint import Checkpoint, TensorSpec, read_checkpoint
 from talon.decoder import Decoder
 from talon.kernels import gpu_layers
@@ -31,7 +32,7 @@ from talon.loading import Files, load_target
 from talon.text import load
 from talon.training.batched import BatchedDecoder, Slot
 from talon.training.conversations import Conversation
-from talon.training.head import borrow, build_head, head_config
+from talon.training.head import borrow, build_head, head_config, output_rows
 from talon.training.losses import Teacher, Unrolled
 from talon.trees import Tree, parse_tree
 
@@ -213,6 +214,25 @@ def golden(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """A target and its head, converted."""
     base, out = GOLDEN / "eagle3_tiny_seed0", tmp_path_factory.mktemp("golden")
     return [converted(base / part, out / f"{part}.safetensors") for part in ("target", "head")]
+
+
+@pytest.mark.parametrize("family", ["eagle1", "eagle3"])
+def test_a_target_on_the_operators_of_a_gpu_teaches_and_lends(family):
+    """In bf16, a text of more rows than they take at a time."""
+    model, settings = tiny_training.tiny_target(), tiny_training.training_config(family)
+    config = head_config(model.config, settings)
+    wanted = Teacher(model, config, 600).run(ids := [3 + i % 40 for i in range(600)])
+    with Gpu():
+        model = model.to(CUDA, torch.bfloat16)
+        operators.choose_operators(model, CUDA, torch.bfloat16)
+        vocabulary = torch.arange(config.draft_vocab_size, device=CUDA) + 3
+        found = [part.cpu() for part in Teacher(model, config, 600).run(ids)]
+        rows, decoder = output_rows(model, vocabulary), BatchedDecoder(model, 300, 32)
+        assert decoder.batch == 256 and isinstance(rows, nn.Linear)
+        assert torch.equal(rows.weight, model.output.weight[vocabulary])
+        assert decoder.forward([5] * 256, [0] * 256).shape[0] == 256
+    assert (found[0] - wanted[0]).norm() < 0.04 * wanted[0].norm()  # bf16
+    assert (found[1] == wanted[1]).float().mean() > 0.9
 
 
 @pytest.mark.parametrize("pair", ["eagle2_tiny_seed0", "eagle3_tiny_seed0"])

@@ -15,7 +15,7 @@ Leaves out: what is compared (talon/measuring/methods.py), tables and plots (rep
 if __name__ == "__main__":  # what follows is imported, which takes seconds, and its main is run
     from talon.cli import start
 
-    start("benchmark")
+    start("benchmark", shared=True)
 
 import itertools
 import json
@@ -34,7 +34,7 @@ from eagle_draft import DraftHead
 from talon.checking import compare_ids
 from talon.cli import DEMO, Parser, note
 from talon.decoder import Decoder, Generation
-from talon.loading import DTYPES, Files, device_name, fit_context, open_files, pick_device
+from talon.loading import DTYPES, Files, device_name, fit_context, open_files, pick_device, shared
 from talon.measuring.answers import write_answers
 from talon.measuring.methods import (
     PEERS,
@@ -331,7 +331,7 @@ def second_turns(
 
 def compare(args: Namespace, argv: list[str]) -> int:
     """The side-by-side measurement. Returns the exit code."""
-    opened = [open_files(path) for path in args.checkpoint_path]
+    opened = [shared(open_files(path)) for path in args.checkpoint_path]
     config = opened[0].config
     prompts, questions, skipped = read_prompts(args, opened[0]) if args.decoding else ([],) * 3
     targets = load_all(args, opened)

@@ -9,7 +9,7 @@ Text goes to standard output, everything else to standard error. Leaves out: the
 if __name__ == "__main__":  # what follows is imported, which takes seconds, and its main is run
     from talon.cli import start
 
-    start("generate")
+    start("generate", shared=True)
 
 import json
 import os
@@ -25,7 +25,7 @@ import torch
 
 from talon.cli import DEMO, Parser, add_files, add_running_options, check_output, note
 from talon.decoder import Decoder
-from talon.loading import Files, fit_context, open_files
+from talon.loading import Files, fit_context, open_files, shared
 from talon.records import Results, compilations, write_json
 from talon.sampling import SamplingConfig
 from talon.text import (
@@ -232,7 +232,7 @@ def context_for(args: Namespace, files: Files, ids: list[int] | None) -> int:
 def open_checkpoints(args: Namespace) -> Files:
     if args.checkpoint_path == DEMO and not DEMO.exists():
         raise ValueError(f"{DEMO} is not there yet: run `make demo`, or give --checkpoint_path")
-    return open_files(args.checkpoint_path, args.draft_checkpoint_path)
+    return shared(open_files(args.checkpoint_path, args.draft_checkpoint_path))
 
 
 def prepare(args: Namespace, files: Files, options: Options) -> Engine:

@@ -59,6 +59,7 @@ class Checkpoint:
     quantization: dict | None
     source: dict
     specs: dict[str, TensorSpec]  # in the order of the header
+    processes = 1  # that share a target's file (talon/parallel.py)
 
     @cached_property
     def mapped(self) -> safe_open:

@@ -173,9 +173,9 @@ def run(main: Callable[[], int]) -> NoReturn:
     sys.exit(code)
 
 
-def start(command: str) -> NoReturn:
+def start(command: str, shared: bool = False) -> NoReturn:
     """Import a command's module, which takes seconds, and run its main: Ctrl-C and too little
-    memory end the imports in a line, too."""
+    memory end the imports in a line, too. shared: several processes may share its target."""
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
         signal.signal(signal.SIGINT, lambda *_: os._exit(130))
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
@@ -183,6 +183,8 @@ def start(command: str) -> NoReturn:
         if 0 <= limit < 10**9:  # libraries that torch imports would end this in an abort
             raise MemoryError(f"the limit is {limit / 1e9:.2f} GB, and torch alone needs 1 GB")
         main = import_module(command).main
+        if shared and os.environ.get("WORLD_SIZE", "1") != "1":  # torchrun says
+            main = import_module("talon.parallel").one_of_several(main)
     except (MemoryError, OSError, RuntimeError, ImportError) as error:
         if not is_out_of_memory(error):
             raise

@@ -60,6 +60,7 @@ class Decoder:
         self.cached: list[int] = []  # the ids whose keys and values are valid, for the next prompt
         self.clock = PhaseClock(self.device)
         self.recorder = Recorder(self.clock, compile) if self.on_gpu else None
+        self.confirm = getattr(model, "confirm", list)  # of tokens, by all that share the model
         self.verify = compiled(verify)
         # On a CPU the matrix multiplications of a chunk dwarf what compiling it would save.
         self.read_chunk = compiled(read_chunk) if self.on_gpu else read_chunk
@@ -88,7 +89,7 @@ class Decoder:
             self.prefill_chunk(chunk, min(size, left), left <= size, at, pick)
             done += size
         self.cached = list(ids)
-        return int(self.root)
+        return self.confirm([int(self.root)])[0]
 
     def prefill_chunk(self, tokens: Tensor, count: int, final: bool, at: At, pick: Pick) -> None:
         """One chunk: tokens int64 [chunk + 1], the last one only to follow its neighbour; `count`
@@ -259,7 +260,7 @@ class Generation:
             started = time.perf_counter()
             self.launch_ahead(waiting, pick)
             launched = waiting.pop(0)
-            found, root = launched.tokens(), self.tokens[-1]
+            found, root = decoder.confirm(launched.tokens()), self.tokens[-1]
             stats.rounds += 1
             stats.decode_s += time.perf_counter() - started  # not what is done with the tokens
             kept = []

@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from eagle_draft import DraftConfig, DraftHead, default_feature_layers
@@ -103,6 +104,16 @@ def open_files(target: str | Path, head: str | Path | None = None) -> Files:
     checkpoint, config = read_file(target, "target")
     files = Files(checkpoint, config, find_tokenizer(checkpoint.path.parent, config))
     return files if head in (None, "none") else files.with_head(head)
+
+
+def shared(files: Files) -> Files:
+    """Of these files what this process holds, where torchrun started several."""
+    if not dist.is_initialized():
+        return files
+    from talon.parallel import part_of  # imported under torchrun only
+
+    target, config = part_of(files.target, files.config, files.head)
+    return replace(files, target=target, config=config)
 
 
 def read_file(path: str | Path, *kinds: str) -> tuple[Checkpoint, ModelConfig | DraftConfig]:
@@ -211,8 +222,10 @@ def load_target(
     files: Files, device: torch.device, dtype: torch.dtype, plain: bool = False
 ) -> Transformer:
     """The model of a target file, its operators those of the device, or if `plain` torch's own."""
-    config, checkpoint = files.config, files.target
-    model = empty_module(Transformer, config, checkpoint)
+    config, checkpoint, kind = files.config, files.target, Transformer
+    if checkpoint.processes > 1:
+        from talon.parallel import PartTransformer as kind
+    model = empty_module(kind, config, checkpoint)
     tied = config.tied and "output.weight" not in checkpoint.specs
     if tied:
         model.output = None
@@ -222,6 +235,8 @@ def load_target(
         model.output.weight = model.tok_embeddings.weight
     if not plain:
         choose_operators(model, device, dtype)
+    if checkpoint.processes > 1:
+        model.connect()
     return model
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from eagle_draft import DraftConfig
+from talon.cli import note
 from talon.decoder import Decoder, Generation
 from talon.loading import (
     Files,
@@ -236,7 +237,10 @@ def load_files(files: Files, options: Options) -> Engine:
     mode = (files.target.quantization or {}).get("mode")
     gpu = (mode or "16 bits") if has_gpu_operators(o.device, o.dtype) else None
     tree = fit_tree(o.tree, files.head_config, gpu)
-    plan_memory(files, context, tree, o.dtype, o.device, available_memory(o.device)).check()
+    available, processes = available_memory(o.device), files.target.processes
+    if available is not None and o.device.type == "cpu":
+        available //= processes
+    plan_memory(files, context, tree, o.dtype, o.device, available).check()
     model = load_target(files, o.device, o.dtype)
     head, choice = None, None
     if files.head and tree.needs_head:
@@ -244,13 +248,19 @@ def load_files(files: Files, options: Options) -> Engine:
         if o.tree is None and isinstance(files.head_config, DraftConfig):
             from talon.tuning.choice import auto_tree  # here only: it is large, and seldom needed
 
-            measure = o.tune == "measure"
+            measure = o.tune == "measure" and processes == 1
+            if processes > 1:
+                note(
+                    "note: several processes measure no trees: --tree auto takes what one has "
+                    "measured, or the head's usual tree"
+                )
             choice = auto_tree(files, model, head, o.sampling, o.compile, measure)
             tree = choice.tree if choice else tree
     decoder = Decoder(model, context, head if tree.needs_head else None, tree, o.compile)
     card = {
         "device": device_name(o.device),
         "dtype": dtype_name(o.dtype),
+        "world_size": processes,
         "quantization": mode,
         "tree": tree.name,
         "head": head_card(head.config) if head else None,

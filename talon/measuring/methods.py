@@ -327,6 +327,8 @@ def open_peers(args: Namespace, target: Target, context: int) -> list[Peer]:
     """The peers on the files next to a target of ours, on its device and in its precision. `auto`
     names those that cannot run instead of refusing them."""
     opened: dict[str, Peer] = {}
+    if args.peers != "none" and target.files.target.processes > 1:
+        raise ValueError("peers run in one process: give --peers none under torchrun")
     for name in peer_names(args.peers):
         try:
             if importlib.util.find_spec(PEERS[name]) is None:

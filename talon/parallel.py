@@ -239,5 +239,7 @@ def one_of_several(main: Callable[[list[str]], int]) -> Callable[[], int]:
                 why = "it was killed, perhaps for memory, or torchrun was told to end"
                 raise ValueError(f"another process has ended: {why}") from None
             raise
+        finally:
+            dist.destroy_process_group()
 
     return run

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from model import ModelConfig, Transformer
+from model import Attention, ModelConfig, Transformer
 from talon.checkpoint import Checkpoint, TensorSpec, open_safetensors
 
 OUTPUTS = ("--json", "--profile", "--out")  # which the first process writes
@@ -59,6 +59,19 @@ def check_equal(value: bytes, complaint: str) -> None:
         raise ValueError(complaint)
 
 
+class GatheredRows(nn.Module):
+    """A shared layer of a GPU, as the layers there use one: it takes rows as they are."""
+
+    form, factors, group = "plain", None, 0
+
+    def __init__(self, layer: nn.Module, outputs: int) -> None:
+        super().__init__()
+        self.layer, self.outputs = layer, outputs
+
+    def multiply(self, rows: tuple[Tensor, None], end: str, residual: Tensor) -> Tensor:
+        return residual + gather(self.layer(gather(rows[0], self.layer.inputs)), self.outputs)
+
+
 @dataclass(frozen=True)
 class PartConfig(ModelConfig):
     """What one process computes; heads that cannot be divided evenly are computed twice."""
@@ -88,7 +101,13 @@ class PartTransformer(Transformer):
     def connect(self) -> None:
         """Once the layers are those of the device. ValueError where equal rows give other bits."""
         for layer in self.layers:
-            for shared in (layer.attention.wo, layer.feed_forward.w2):
+            attention, feed_forward = layer.attention, layer.feed_forward
+            if not isinstance(attention, Attention):  # but of talon/kernels/gpu_layers.py
+                attention.wo = GatheredRows(attention.wo, self.config.dim)
+                feed_forward.w2 = GatheredRows(feed_forward.w2, self.config.dim)
+                feed_forward.fused = True
+                continue
+            for shared in (attention.wo, feed_forward.w2):
                 shared.register_forward_pre_hook(lambda m, rows: gather(*rows, m.in_features))
                 shared.register_forward_hook(lambda m, _, y: gather(y, self.config.dim))
         rows = self.tok_embeddings(torch.arange(4, device=self.norm.weight.device))

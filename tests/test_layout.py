@@ -92,4 +92,4 @@ def test_the_story_and_what_plain_decoding_imports_are_short():
     assert LINES["model"] + LINES["eagle_draft"] + LINES["talon.decoder"] <= 965
     found = closure({"generate"})
     assert not [name for name in found if shelf(name)]
-    assert sum(LINES[name] for name in found) <= 4140  # draft sources: 80, Qwen and yarn: 60
+    assert sum(LINES[name] for name in found) <= 4180  # sources 80, Qwen 60, cards 40

@@ -45,6 +45,7 @@ def folder(tmp_path_factory) -> Path:
         random_model(n_head=6, n_kv_head=3, intermediate_size=192),
         "target",
     )
+    save(folder / "qwen.safetensors", random_model(qk_norm=True, intermediate_size=128), "target")
     for family in ("eagle1", "eagle3"):
         save(folder / f"{family}.safetensors", random_head(model, family), "draft")
     return folder
@@ -95,12 +96,12 @@ def test_ids_are_those_of_one_process(folder, tmp_path, count):
         assert ids == alone
 
 
-@pytest.mark.parametrize("name", ["fp32", *MODES, "uneven", "bf16"])
+@pytest.mark.parametrize("name", ["fp32", *MODES, "uneven", "qwen", "bf16"])
 def test_bits_are_those_of_one_process(folder, tmp_path, name):
     """Not only ids: each number is computed by one process, as one alone computes it."""
     dtype = torch.bfloat16 if name == "bf16" else torch.float32
     path = folder / f"{name.replace('bf16', 'fp32')}.safetensors"
     alone = hidden(path, dtype)
-    for count in (2,) if name == "uneven" else (2, 4):
+    for count in (2,) if name in ("uneven", "qwen") else (2, 4):
         for states in on_processes(count, tmp_path / f"{count}", lambda: hidden(path, dtype)):
             assert states == alone

@@ -174,7 +174,8 @@ class GpuFeedForward(nn.Module):
         super().__init__()
         self.w13, self.w2 = GpuLinear(feed_forward.w13, dtype), GpuLinear(feed_forward.w2, dtype)
         w13, factors = self.w13, self.w2.factors
-        if factors is not None and w13.weight.dtype == torch.int8:  # up may as well come out scaled
+        alone = factors is not None and w13.outputs == 2 * len(factors)  # holds all that w2 reads
+        if alone and w13.weight.dtype == torch.int8:  # up may as well come out scaled
             both = torch.cat((torch.ones_like(factors), factors))
             w13.scales, self.w2.factors = w13.scales * both, None
             w13.bias = None if w13.bias is None else w13.bias.float() * both

@@ -252,6 +252,7 @@ def one_of_several(main: Callable[[list[str]], int]) -> Callable[[], int]:
                 check_equal(b"", "")
             return code
         except BaseException as error:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends one when any has ended
             sys.stderr = errors if tells(store) else silence
             ended = isinstance(error, KeyboardInterrupt) and error.args == (signal.SIGTERM,)
             if ended or isinstance(error, RuntimeError) and "onnection" in str(error):

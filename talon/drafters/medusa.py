@@ -7,7 +7,6 @@ depends on its depth and its rank there alone, so every tree is one of rank path
 published files (talon/formats/medusa_import.py), training (talon/training)."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -117,13 +116,6 @@ def guess_all(
     return pick.guess(logits, positions, ids, top_k)[1]
 
 
-class Kept(NamedTuple):
-    """Where a node's token is among all guesses."""
-
-    depth: Tensor  # int64 [N - 1], 0 for the root's children
-    rank: Tensor  # int64 [N - 1]
-
-
 class MedusaDrafter:
     """Medusa heads, a static tree, and the state that the next tree comes from."""
 
@@ -136,14 +128,14 @@ class MedusaDrafter:
         self.hidden = torch.zeros(1, c.dim, dtype=heads.blocks[0][0].bias.dtype, device=device)
         self.state, self.held = (self.hidden,), (heads.blocks, heads.outputs or nn.Module())
         self.parents, self.ancestors = static_nodes(tree, device)
-        rank = torch.tensor(tree.keep, device=device) % tree.top_k
-        self.kept = Kept(self.ancestors.sum(1)[1:] - 2, rank)
+        rank, head = torch.tensor(tree.keep, device=device) % tree.top_k, self.ancestors.sum(1) - 2
+        self.kept = head[1:] * tree.top_k + rank  # among the guesses of all heads
         self.guess_all = compiled(guess_all)
 
     def propose(self, root: Tensor, at: At, pick: Pick) -> Nodes:
         guesses = self.guess_all(self.heads, self.ids, self.hidden, at, pick, self.tree.top_k)
-        tokens = guesses[self.kept.depth, self.kept.rank]
-        return Nodes(torch.cat((root, tokens)), self.parents, self.ancestors)
+        tokens = torch.cat((root, guesses.flatten()[self.kept]))
+        return Nodes(tokens, self.parents, self.ancestors)
 
     def learn(self, entries: Entries, at: At) -> None:
         """The newest token that was run is the last on the path: the root was only chosen."""

@@ -133,12 +133,13 @@ class Part(Checkpoint):
         if name not in self.sections:
             return super().tensor(name)
         # Opened for this one: what a mapping has read counts as memory until it is closed.
-        stored, parts, before = open_safetensors(self.path).get_slice(name), [], 0
+        stored, spec = open_safetensors(self.path).get_slice(name), self.specs[name]
+        part, before, done = torch.empty(spec.shape, dtype=spec.dtype), 0, 0
         for size, held in self.sections[name]:
             start = before + share(size, held, dist.get_rank())
-            parts.append(stored[start : start + held])
-            before += size
-        return torch.cat(parts)
+            part[done : done + held] = stored[start : start + held]
+            before, done = before + size, done + held
+        return part
 
 
 def part_of(
@@ -148,7 +149,8 @@ def part_of(
     files, or more processes than can share it."""
     count = dist.get_world_size()
     for each in filter(None, (file, head)):
-        rows = (each.mapped.get_slice(name)[:1].flatten() for name in each.specs)
+        stored = open_safetensors(each.path)  # and closed again
+        rows = (stored.get_slice(name)[:1].flatten() for name in each.specs)
         seen = b"".join(row.view(torch.uint8).numpy().tobytes() for row in rows)
         seen += repr((each.config, each.specs)).encode()
         check_equal(seen, "the processes read different checkpoints: give all the same files")

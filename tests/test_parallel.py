@@ -1,18 +1,25 @@
 """Several processes that share a target (talon/parallel.py): their numbers are those of one."""
 
 import itertools
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from processes import on_processes
 from tiny import decode, random_head, random_model
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
 from world import save
 
 from model import KVCache, Place, causal_mask, rope_table
 from quantize import quantize_checkpoint
 from talon.decoder import Decoder
 from talon.loading import fit_tree, load_head, load_target, open_files, shared
+from talon.memory import loaded_bytes, numbers_in
 from talon.sampling import GREEDY, SamplingConfig
 from talon.trees import parse_tree
 
@@ -105,3 +112,94 @@ def test_bits_are_those_of_one_process(folder, tmp_path, name):
     for count in (2,) if name in ("uneven", "qwen") else (2, 4):
         for states in on_processes(count, tmp_path / f"{count}", lambda: hidden(path, dtype)):
             assert states == alone
+
+
+class Calls(TorchDispatchMode):
+    """The ATen calls of a round, exchanges among them, in their order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made = []
+
+    def __torch_dispatch__(self, call, types, args=(), kwargs=None):
+        made = call(*args, **(kwargs or {}))
+        self.made.append((call, args, kwargs or {}, made))
+        return made
+
+    def again(self) -> None:
+        """The same calls on the same buffers, as a captured graph repeats them."""
+        known = {}
+        for call, args, kwargs, made in self.made:
+            args, kwargs = tree_map(
+                lambda value, known=known: known.get(id(value), value), (args, kwargs)
+            )
+            values = tree_leaves(call(*args, **kwargs))
+            known |= {id(old): new for old, new in zip(tree_leaves(made), values, strict=True)}
+
+
+@torch.inference_mode()
+def replayed(folder: Path, rounds: int = 6) -> list[int]:
+    """The ids of a text whose first round is recorded, and repeated from then on."""
+    files, model, head = opened(folder / "fp32.safetensors", folder / "eagle1.safetensors")
+    tree = fit_tree(parse_tree("dynamic:nodes=8,levels=3,top_k=4"), files.head_config)
+    decoder = Decoder(model, 100, head, tree, compile=False)
+    pick = decoder.picks.set(GREEDY)
+    found, at = [decoder.prefill(PROMPT, 0, pick)], decoder.at(100)
+    with Calls() as calls:
+        decoder.round(at, pick)
+    if dist.is_initialized():
+        assert (
+            sum("talon.gather" in str(call[0]) for call in calls.made) == 4 * model.config.n_layer
+        )
+    for index in range(rounds):
+        if index:
+            calls.again()
+        count, *tokens = decoder.result.tolist()
+        found += tokens[:count]
+    return found
+
+
+def test_a_recorded_round_with_its_exchanges_gives_the_same_text(folder, tmp_path):
+    _, model, _ = opened(folder / "fp32.safetensors")
+    alone = decode(Decoder(model, 100, compile=False), PROMPT, 30).tokens
+    for ids in on_processes(2, tmp_path / "meeting", lambda: replayed(folder)):
+        assert len(ids) > 6 and ids == alone[: len(ids)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["fp32", "int8"])
+def test_a_process_holds_its_share(tmp_path, mode):
+    """500 MB: at its peak less than its part of the layers and what is whole, and a tenth more."""
+    sizes = {"dim": 1024, "n_layer": 19, "n_head": 16, "n_kv_head": 8, "head_dim": 64}
+    path = save(tmp_path / "fp32.safetensors",
+                random_model(**sizes, intermediate_size=1280), "target")  # fmt: skip
+    if mode != "fp32":
+        path = quantize_checkpoint(path, mode, 32)
+
+    def peak() -> tuple[int, int]:
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
+        before = numbers_in(Path("/proc/self/status"))["VmRSS"]
+        files, model, _ = opened(path)
+        after = numbers_in(Path("/proc/self/status"))["VmHWM"]
+        assert model.config.n_head == 8
+        return (after - before) * 1024, loaded_bytes(files.target, torch.float32)
+
+    whole = path.stat().st_size
+    for used, share in on_processes(2, tmp_path / "meeting", peak):
+        print(f"{mode}: file {whole / 1e6:.0f} MB, share {share / 1e6:.0f}, peak {used / 1e6:.0f}")
+        assert share < 0.52 * whole and used < 1.1 * share
+
+
+@pytest.mark.slow
+def test_the_operators_of_a_gpu_are_shared_too():
+    """In Triton's interpreter, whose sums depend on shapes: equal but for rounding."""
+    script, modes = Path(__file__).with_name("gpu_parallel.py"), ["plain", *MODES]
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, script, *modes], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    found = [line.split() for line in done.stdout.splitlines()]
+    assert [mode for mode, _ in found] == [mode for mode in modes for _ in range(2)]
+    for mode, error in found:
+        assert float(error) < (0.03 if mode == "int8-dynamic" else 2e-3), found

@@ -21,6 +21,7 @@ import itertools
 import json
 import os
 import sys
+import time
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
@@ -99,6 +100,7 @@ def measure(
         note(f"warming up {method.name} at temperature {temperature:g} ...")
         task = Task(prompts[0], SamplingConfig(temperature, seed=args.seed), budget, stop_ids)
         measure_prompt([method], task, on_gpu)
+    started, total = time.perf_counter(), args.repeats * len(prompts)
     for repeat, (number, ids) in itertools.product(range(args.repeats), enumerate(prompts)):
         turn = (number + repeat) % len(methods)
         groups: dict[str, list[TalonMethod | Peer]] = {}
@@ -109,8 +111,10 @@ def measure(
             task = Task(ids, sampling, args.max_new_tokens, stop_ids)
             for method, decoded in zip(group, measure_prompt(group, task, on_gpu), strict=True):
                 yield Cell(method.name, temperature, repeat, number, decoded)
-        if number == len(prompts) - 1:
-            note(f"repetition {repeat + 1} of {args.repeats} done")
+        done = repeat * len(prompts) + number + 1
+        if done * 10 // total > (done - 1) * 10 // total or done == 1:
+            left = (time.perf_counter() - started) * (total - done) / done
+            note(f"prompt {number + 1} of repetition {repeat + 1} done, about {left:.0f} s left")
 
 
 def measure_prompt(group: list[TalonMethod | Peer], task: Task, on_gpu: bool) -> list[Decoded]:

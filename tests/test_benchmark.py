@@ -157,9 +157,11 @@ def test_an_interruption_reports_what_was_measured(files, tmp_path, monkeypatch,
 
     monkeypatch.setattr(TalonMethod, "start", interrupted)
     assert run(files, "--tree", "chain:2", "--out", str(tmp_path)) == 130
-    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    printed = capsys.readouterr()
+    report = json.loads(printed.out.splitlines()[-1])
     check_report(report)
     assert report["interrupted"] and report["methods"]
+    assert " of repetition 1 done, about " in printed.err and " s left" in printed.err
     assert {row["tokens"] for row in report["methods"] if row["temperature"] == 0} != {0}
     turns = (len(ran) - 2 * 3) // 3  # finished ones, after the warm-up; three methods in each
     assert len((tmp_path / "cells.jsonl").read_text().splitlines()) == 3 * turns

@@ -77,6 +77,7 @@ from talon.prompts import (
 )
 from talon.records import bytes_per_round, project_commit
 from talon.sampling import SamplingConfig
+from talon.trees import parse_tree
 from talon.tuning.choice import forget_choices
 from talon.tuning.costs import head_costs, take_turns, target_pass, times
 
@@ -269,6 +270,8 @@ def check_args(args: Namespace) -> None:
         raise ValueError(f"--gguf {args.gguf} is no file: give one, or leave it out")
     if args.retune and "auto" not in (args.tree or ()):
         raise ValueError("--retune measures for --tree auto: give that too")
+    if args.lookahead:
+        parse_tree(f"lookahead:{args.lookahead}")  # refused before anything is loaded
     if args.tree and not args.draft_checkpoint_path:
         raise ValueError("--tree needs a head: give --draft_checkpoint_path")
     if args.decoding:
@@ -337,7 +340,7 @@ def compare(args: Namespace, argv: list[str]) -> int:
     """The side-by-side measurement. Returns the exit code."""
     opened = [shared(open_files(path)) for path in args.checkpoint_path]
     config = opened[0].config
-    prompts, questions, skipped = read_prompts(args, opened[0]) if args.decoding else ([],) * 3
+    prompts, questions, skipped = read_prompts(args, opened[0]) if args.decoding else ([], [], [])
     targets = load_all(args, opened)
     if args.turns == 2 and prompts:
         second_turns(args, targets[0], prompts, questions)
@@ -346,8 +349,8 @@ def compare(args: Namespace, argv: list[str]) -> int:
     stop_ids = frozenset() if args.ignore_eos else frozenset(config.eos_ids)
     methods: list[TalonMethod | Peer] = []
     if args.decoding:
-        for path in args.checkpoint_path if args.retune else ():
-            forget_choices(path)
+        for target in targets if args.retune else ():
+            forget_choices(target.files)
         methods += our_methods(args, targets, context)
         methods += open_peers(args, targets[0], context)
     report = conditions(args, argv, prompts, skipped)

@@ -6,9 +6,10 @@
 The architecture comes from config.json, the ends of a text from generation_config.json and the
 tokenizer as well; a folder's name means nothing. Every tensor of the source is used or refused by
 name. Targets are of the types llama, qwen2, qwen3 (dense), and mistral without a sliding window:
-README.md lists them. Heads are the business of talon/formats/head_import.py and medusa_import.py,
-targets in 4 bits (GPTQ, AWQ, compressed-tensors) that of talon/formats/four_bit.py. Leaves out
-other architectures, mixtures of experts, other quantised sources and adapters."""
+docs/models.md lists them. Heads are the business of talon/formats/head_import.py and
+medusa_import.py, targets in 4 bits (GPTQ, AWQ, compressed-tensors) that of
+talon/formats/four_bit.py. Leaves out other architectures, mixtures of experts, other
+quantised sources and adapters."""
 
 if __name__ == "__main__":  # what follows is imported, which takes seconds, and its main is run
     from talon.cli import start
@@ -273,7 +274,7 @@ def read_tokenizer(path: Path, vocab_size: int, notes: list[str]) -> Tokenizer |
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(
-        description="Convert a Hugging Face directory (LLaMA target or EAGLE head) to one file, "
+        description="Convert a Hugging Face directory (target, EAGLE or Medusa head) to one file, "
         "or export a head file back to a directory.",
         epilog="Exported EAGLE-1 heads have fc.bias only if the head has one. vLLM wants none; "
         "SGLang wants one (zeros do), and architectures [LlamaForCausalLMEagle].",

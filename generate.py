@@ -13,7 +13,6 @@ if __name__ == "__main__":  # what follows is imported, which takes seconds, and
 
 import json
 import os
-import re
 import sys
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Callable, Iterator
@@ -77,7 +76,7 @@ def template_option(given: str) -> tuple[str, object]:
     name, _, value = given.partition("=")
     try:
         return name, json.loads(value)
-    except ValueError:
+    except (ValueError, RecursionError):
         advice = "give NAME=VALUE, the value in JSON, as in enable_thinking=false"
         raise ArgumentTypeError(f"{given[:60]!r}: {advice}") from None
 
@@ -196,9 +195,8 @@ def prompt_ids(args: Namespace, files: Files, prompt: str | list[int] | None) ->
             "there, or give --prompt_ids without --stop"
         )
     chat = not isinstance(prompt, list) and wants_chat(args, files.tokenizer)
-    template = files.tokenizer.settings.templates.get("default", "") if chat else ""
     for name, _ in args.template_option:
-        if name == "messages" or name not in re.findall(r"\w+", template):
+        if not (chat and files.tokenizer.takes_option(name)):
             raise ValueError(f"--template_option {name}: no template in use has it: leave it out")
     if prompt is None:
         return None
@@ -366,7 +364,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.retune:
         from talon.tuning.choice import forget_choices  # as in talon/text.py: seldom needed
 
-        forget_choices(args.checkpoint_path)
+        forget_choices(files)
     ids = prompt_ids(args, files, prompt)
     context = context_for(args, files, ids)
     engine = prepare(args, files, replace(options, max_seq_length=context))

@@ -223,7 +223,7 @@ class Attention(nn.Module):
         self.wo = nn.Linear(c.n_head * c.head_dim, c.dim, bias=c.o_bias)
         self.q_norm = RMSNorm(c.head_dim, c.norm_eps) if c.qk_norm else None
         self.k_norm = RMSNorm(c.head_dim, c.norm_eps) if c.qk_norm else None
-        self.attend = attend  # a device may have a faster one (talon/loading.py)
+        self.attend = attend  # a device may have a faster one (talon/operators.py)
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [T, H, D], keys and values [T, G, D] of x [T, in_dim], not rotated yet."""
@@ -282,7 +282,7 @@ class Transformer(nn.Module):
         self.layers = nn.ModuleList(TransformerBlock(config) for _ in range(config.n_layer))
         self.norm = RMSNorm(config.dim, config.norm_eps)
         self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
-        self.place = place  # attention may want no mask on a device (talon/loading.py)
+        self.place = place  # attention may want no mask on a device (talon/operators.py)
 
     def forward(
         self, tokens: Tensor, place: Place, cache: KVCache, feature_layers: tuple[int, ...] = ()

@@ -352,29 +352,35 @@ def head_card(c: DraftConfig | ModelConfig) -> str:
     )
 
 
+def gpu_weights(files: Files, device: torch.device, dtype: torch.dtype) -> str | None:
+    """What `fit_tree` asks for: how a target's weights are held where a GPU's operators run."""
+    mode = (files.target.quantization or {}).get("mode")
+    has = has_gpu_operators(device, dtype, files.config.head_dim)
+    return (mode or "16 bits") if has else None
+
+
 def fit_tree(
     asked: Tree | None, head: DraftConfig | ModelConfig | None, gpu: str | None = None
 ) -> Tree:
     """The tree to use, if the head can fill it; for None, `--tree auto`, its family's preset. gpu:
-    where a GPU's operators run, how the target's weights are held, such as int8, or 16 bits."""
+    of `gpu_weights`, such as int8, or 16 bits."""
+    small, most = isinstance(head, ModelConfig), 256 if gpu else 1024
     if head is None:
         tree = asked or NO_TREE
         if tree.needs_head:
             needs = f"tree {tree.name!r} needs a head"
             raise ValueError(f"{needs}: give --draft_checkpoint_path, or --tree none or lookup:5")
-        return tree
-    small = isinstance(head, ModelConfig)
-    if not small and head.family == "medusa":
+    elif not small and head.family == "medusa":
         from talon.drafters.medusa import medusa_tree
 
-        asked = medusa_tree(asked, head)
-    family, most = "model" if small else head.family, 256 if gpu else 1024
-    ours = GPU_PRESETS if gpu and not small else {}
-    tree = asked or parse_tree(ours.get(gpu) or ours.get(family) or PRESETS[family])
+        tree = medusa_tree(asked, head)
+    else:
+        family, ours = "model" if small else head.family, GPU_PRESETS if gpu and not small else {}
+        tree = asked or parse_tree(ours.get(gpu) or ours.get(family) or PRESETS[family])
     if tree.levels > 64 or max(tree.nodes, tree.beam) > most:
         raise ValueError(f"tree {tree.name} is too large: give {most} nodes and 64 levels at most")
-    size = head.vocab_size if small else head.draft_vocab_size
-    if tree.top_k > size:
+    size = head and (head.vocab_size if small else head.draft_vocab_size)
+    if head and tree.top_k > size:
         raise ValueError(
             f"tree {tree.name} asks for {tree.top_k} children of a node, but the head's vocabulary "
             f"has {size}: lower top_k to {size} or less"

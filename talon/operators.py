@@ -23,7 +23,9 @@ def has_cpu_operators() -> bool:
     return True
 
 
-@functools.cache
+tell_once = functools.cache(note)
+
+
 def has_gpu_operators(device: torch.device, dtype: torch.dtype, head_dim: int = 0) -> bool:
     """Whether the operators of talon/kernels/gpu_*.py run there; why not on a GPU is said once."""
     if device.type != "cuda" or dtype == torch.float32:
@@ -32,7 +34,7 @@ def has_gpu_operators(device: torch.device, dtype: torch.dtype, head_dim: int = 
     missing, wide = importlib.util.find_spec("triton") is None, head_dim > 128
     if missing or old or wide:
         why = "Triton" if missing else "compute capability 8.0" if old else "heads of at most 128"
-        note(f"note: Talon's GPU operators need {why}; torch's own are used, which are slower")
+        tell_once(f"note: Talon's GPU operators need {why}; torch's own are used, which are slower")
     return not (missing or old or wide)
 
 

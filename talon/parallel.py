@@ -230,6 +230,17 @@ def tells(store: dist.Store) -> bool:
         return dist.get_rank() == int("TORCHELASTIC_RUN_ID" not in os.environ)
 
 
+def without_outputs(words: list[str]) -> list[str]:
+    """A command line that writes no file."""
+    rest, kept = iter(words), []
+    for word in rest:
+        if word in OUTPUTS:
+            next(rest, None)  # its value
+        elif not word.startswith(OUTPUTS):  # --json=FILE
+            kept.append(word)
+    return kept
+
+
 def one_of_several(main: Callable[[list[str]], int]) -> Callable[[], int]:
     """A command's main as that of one process of several. The first one speaks; what ends one ends
     all, and is said once."""
@@ -242,10 +253,7 @@ def one_of_several(main: Callable[[list[str]], int]) -> Callable[[], int]:
         )
         if dist.get_rank():
             sys.stdout = sys.stderr = silence
-            rest = iter(words)
-            words = [
-                w for w in rest if not (w in OUTPUTS and [next(rest, "")] or w.startswith(OUTPUTS))
-            ]
+            words = without_outputs(words)
         try:
             if "--retune" in words:
                 raise ValueError("--retune measures in one process: run it without torchrun")

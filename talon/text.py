@@ -15,7 +15,6 @@ from pathlib import Path
 
 import torch
 
-from eagle_draft import DraftConfig
 from talon.cli import note
 from talon.decoder import Decoder, Generation
 from talon.loading import (
@@ -24,6 +23,7 @@ from talon.loading import (
     dtype_name,
     fit_context,
     fit_tree,
+    gpu_weights,
     head_card,
     head_mode,
     load_head,
@@ -33,7 +33,6 @@ from talon.loading import (
     pick_dtype,
 )
 from talon.memory import available_memory, plan_memory
-from talon.operators import has_gpu_operators
 from talon.sampling import GREEDY, SamplingConfig
 from talon.tokenizer import StreamDecoder, Tokenizer
 from talon.trees import Tree, parse_tree
@@ -235,8 +234,7 @@ def load_files(files: Files, options: Options) -> Engine:
     o, config = options, files.config
     context = fit_context(o.max_seq_length, config)
     mode = (files.target.quantization or {}).get("mode")
-    gpu = (mode or "16 bits") if has_gpu_operators(o.device, o.dtype) else None
-    tree = fit_tree(o.tree, files.head_config, gpu)
+    tree = fit_tree(o.tree, files.head_config, gpu_weights(files, o.device, o.dtype))
     available, processes = available_memory(o.device), files.target.processes
     if available is not None and o.device.type == "cpu":
         available //= processes
@@ -245,7 +243,7 @@ def load_files(files: Files, options: Options) -> Engine:
     head, choice = None, None
     if files.head and tree.needs_head:
         head = load_head(files, model, o.device, o.dtype, o.keep_head)
-        if o.tree is None and isinstance(files.head_config, DraftConfig):
+        if o.tree is None:
             from talon.tuning.choice import auto_tree  # here only: it is large, and seldom needed
 
             measure = o.tune == "measure" and processes == 1

@@ -307,6 +307,11 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return bool(self.settings.templates)
 
+    def takes_option(self, name: str) -> bool:
+        """Whether the chat template names such a variable, which would else have no effect."""
+        template = self.settings.templates.get("default", "")
+        return name != "messages" and name in re.findall(r"\w+", template)
+
     def render_chat(self, messages: list[dict], options: dict | None = None) -> str:
         """The prompt that asks for the next answer; ValueError if the template cannot give one.
         `options` are more variables for the template, such as {"enable_thinking": False}."""

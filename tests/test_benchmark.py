@@ -219,6 +219,7 @@ def test_auto_has_a_tree_for_every_temperature_and_plain_stays_the_reference(fil
         (("--no_decoding", "--no_row_costs"), "leave nothing to measure"),
         (("--no_decoding", "--tree", "chain:2"), "leave out --tree"),
         (("--lookup", "65"), "lookup 65"),
+        (("--lookahead", "5,3"), "lookahead:5,3"),
         (("--gguf", "no.gguf"), "no.gguf is no file"),
         (("--seed", str(2**63 - 1)), "seed"),
         (("--out", __file__), "is a file"),

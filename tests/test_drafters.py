@@ -37,6 +37,7 @@ from talon.operators import choose_operators
 from talon.sampling import SamplingConfig
 from talon.text import load
 from talon.trees import MEDUSA_PATHS, parse_tree
+from talon.tuning.choice import auto_tree, cache_path, forget_choices
 
 gpu_plain.register()
 SAMPLINGS = {
@@ -278,6 +279,20 @@ def test_a_small_model_comes_from_its_file_with_its_own_preset(quantised):
     files = open_files(quantised["fp32"], quantised["fp32"])
     with pytest.raises(ValueError, match="lower top_k"):
         fit_tree(parse_tree("dynamic:nodes=3,levels=1,top_k=1000"), files.head_config)
+
+
+def test_of_a_small_model_and_of_medusa_no_tree_is_measured_and_that_is_said(quantised, capsys):
+    kept = cache_path(quantised["int8"])
+    kept.write_text("measured for a head")
+    files = open_files(quantised["int8"], quantised["fp32"])
+    with pytest.raises(ValueError, match="--retune is for EAGLE heads"):
+        forget_choices(files)
+    assert kept.read_text() == "measured for a head"
+    kept.unlink()
+    model = MADE["random"]
+    for head in (small_model(model), medusa_heads(model)):
+        assert auto_tree(files, model, head, SAMPLINGS["greedy"], False, measure=True) is None
+        assert "the usual one" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------- Medusa

@@ -452,6 +452,7 @@ def test_template_options_without_effect_are_refused(refused, world, tmp_path):
         words = option, given.partition("=")[0]
         refused(words, "--prompt", "a", option, given, target=target)
     refused((option, "effort"), "--prompt", "a", "--no_chat", option, "effort=1", target=target)
+    refused(("NAME=VALUE",), "--prompt", "a", option, "x=" + "[" * 100_000, target=target)
     refused((option, "effort"), "--prompt_ids", "5", option, "effort=1", target=target)
 
 

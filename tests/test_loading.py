@@ -107,6 +107,10 @@ def test_on_a_gpu_the_tree_fits_the_way_in_which_the_target_multiplies():
     assert fit_tree(large, eagle3) == large
     with pytest.raises(ValueError, match="give 256 nodes"):
         fit_tree(large, eagle3, "int8-dynamic")
+    window = parse_tree("lookahead:100,3,50")
+    assert fit_tree(window, None) == window
+    with pytest.raises(ValueError, match="give 256 nodes"):
+        fit_tree(window, None, "16 bits")
 
 
 def test_llama2_13b_in_half_precision_is_refused_with_what_would_fit():

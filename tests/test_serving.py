@@ -290,6 +290,8 @@ def test_template_options_reach_the_template(tmp_path):
             more = len(tokenizer.encode("Think hard", add_bos=False)) if options else 0
             expected = len(tokenizer.encode_chat(HELLO)) + more
             assert answer["usage"]["prompt_tokens"] == expected
+        body = {"messages": HELLO, "chat_template_kwargs": {"hwo": "hard"}}
+        assert refused(port, post(body), 400)["param"] == "chat_template_kwargs.hwo"
 
 
 def test_a_model_without_a_template_has_completions_only(tmp_path):

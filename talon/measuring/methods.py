@@ -25,6 +25,7 @@ from talon.drafters.source import module_bytes
 from talon.loading import (
     Files,
     fit_tree,
+    gpu_weights,
     load_head,
     load_target,
     pick_device,
@@ -165,7 +166,7 @@ def our_methods(args: Namespace, targets: list[Target], context: int) -> Iterato
             sources.append((f"lookahead:{args.lookahead}", f"lookahead:{args.lookahead}", None))
         for name, tree, head in sources:
             try:
-                decoders = make_decoders(args, target.model, tree, head, context)
+                decoders = make_decoders(args, target, tree, head, context)
             except ValueError as error:
                 if len(target.heads) == 1 or head is None:
                     raise
@@ -176,20 +177,22 @@ def our_methods(args: Namespace, targets: list[Target], context: int) -> Iterato
 
 
 def make_decoders(
-    args: Namespace, model: Transformer, name: str, head: Head | None, context: int
+    args: Namespace, target: Target, name: str, head: Head | None, context: int
 ) -> dict[float, Decoder]:
     """The decoder of every temperature. Only `auto` makes more than one."""
-    module = head and head.module
+    module, weight = head and head.module, target.model.norm.weight
+    gpu = gpu_weights(target.files, weight.device, weight.dtype)
+    model = target.model
     if name != "auto":
         asked = None if name == "preset" else parse_tree(name)
-        tree = fit_tree(asked, head and head.files.head_config)
+        tree = fit_tree(asked, head and head.files.head_config, gpu)
         decoder = Decoder(model, context, module, tree, args.compile)
         return dict.fromkeys(args.temperature, decoder)
     decoders = {}
     for temperature in args.temperature:
         sampling = SamplingConfig(temperature)
         choice = auto_tree(head.files, model, module, sampling, args.compile, measure=True)
-        tree = choice.tree if choice else fit_tree(None, head.files.head_config)
+        tree = choice.tree if choice else fit_tree(None, head.files.head_config, gpu)
         decoders[temperature] = Decoder(model, context, module, tree, args.compile)
     return decoders
 

@@ -63,6 +63,11 @@ def encode_chat(engine: Engine, messages: list[dict], options: dict) -> list[int
         raise Refused("give a list of messages, in messages alone", param="messages")
     if not engine.tokenizer.has_chat_template:
         raise Refused("this checkpoint has no chat template: use /v1/completions")
+    for name in options:
+        if not engine.tokenizer.takes_option(name):
+            where = f"chat_template_kwargs.{name[:60]}"
+            message = f"{where}: the chat template has no such variable: leave it out"
+            raise Refused(message, param=where, code="unsupported_parameter")
     turns = []
     for i, message in enumerate(messages):
         role, content = message.get("role"), message.get("content")

@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from eagle_draft import DraftHead
+from eagle_draft import DraftConfig, DraftHead
 from model import Transformer
 from talon.cli import note
 from talon.decoder import Decoder, Generation
@@ -234,6 +234,9 @@ def auto_tree(
 ) -> Choice | None:
     """What `--tree auto` says for these files: what was measured before, else, with `measure`, what
     is measured now. None: there is no answer, and the preset of the head's family must do."""
+    if not isinstance(head, DraftHead):
+        note("tree auto: the usual one, for trees are measured for EAGLE heads only")
+        return None
     key = cache_key(files, model, sampling, compile)
     choice = stored_choice(files, key)
     if choice is None and measure and files.config.max_seq_length >= SHORTEST:
@@ -326,6 +329,9 @@ def write_tree(checkpoint: Path, choice: Choice) -> Tree:
     return with_lookup(tree, choice.tree.lookup) if choice.tree.lookup else tree
 
 
-def forget_choices(checkpoint: Path) -> None:
-    """What `--retune` asks for: everything about this checkpoint is to be measured again."""
-    cache_path(checkpoint).unlink(missing_ok=True)
+def forget_choices(files: Files) -> None:
+    """What `--retune` asks for: everything about this target is to be measured again. ValueError
+    for a head of which nothing ever is."""
+    if not isinstance(files.head_config, DraftConfig | None):
+        raise ValueError("--retune is for EAGLE heads, whose trees are measured: leave it out")
+    cache_path(files.target.path).unlink(missing_ok=True)

@@ -110,7 +110,7 @@ def arguments(peers: str, **options) -> Namespace:
 
 def target_in(directory) -> Target:
     model = random_model()
-    checkpoint = Namespace(path=directory / "t.safetensors")
+    checkpoint = Namespace(processes=1, path=directory / "t.safetensors")
     return Target("fp32", Files(checkpoint, model.config, None), model, [])
 
 

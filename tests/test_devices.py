@@ -113,8 +113,10 @@ def train(family: str) -> None:
     data = [Conversation(list(range(length)), [(6, length)]) for length in (30, 40)]
     batch = Teacher(model, config, 64).batch(data)
     *_, hidden = unrolled.levels(batch, 3)
-    rows = hidden[:7], batch.final.flatten(0, 1)[:7], batch.choice.flatten()[:7]
-    assert all(part.device.type == "cuda" for part in unrolled.level_loss(*rows))
+    final, output = batch.final.flatten(0, 1)[:7], unrolled.target_output
+    teacher = (final.to(output.dtype) @ output.t()).float().softmax(-1)
+    loss = unrolled.level_loss(hidden[:7], final, teacher, batch.choice.flatten()[:7])
+    assert all(part.device.type == "cuda" for part in loss)
 
 
 def talk() -> None:

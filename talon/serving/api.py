@@ -101,7 +101,8 @@ class Completion:
         self.text = engine.generate(ids, max_new_tokens=limit, **chosen)
         kind = "chat.completion" if chat else "text_completion"
         kind += ".chunk" if chat and self.streams else ""
-        self.head = {"id": f"cmpl-{uuid4().hex}", "object": kind, "created": int(time()), **card}
+        id = f"{'chat' * chat}cmpl-{uuid4().hex}"
+        self.head = {"id": id, "object": kind, "created": int(time()), **card}
         self.role = {"role": "assistant"}  # said once
 
     def events(self) -> Iterator[dict | bytes | None]:

@@ -275,7 +275,7 @@ def read_tokenizer(path: Path, vocab_size: int, notes: list[str]) -> Tokenizer |
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(
         description="Convert a Hugging Face directory (target, EAGLE or Medusa head) to one file, "
-        "or export a head file back to a directory.",
+        "or export an EAGLE head's file back to a directory.",
         epilog="Exported EAGLE-1 heads have fc.bias only if the head has one. vLLM wants none; "
         "SGLang wants one (zeros do), and architectures [LlamaForCausalLMEagle].",
     )

@@ -31,6 +31,7 @@ from talon.checkpoint import read_checkpoint
 from talon.decoder import Decoder, Generation
 from talon.drafters.lookahead import window_parents
 from talon.drafters.medusa import MedusaConfig, MedusaHeads
+from talon.formats.head_export import export_head
 from talon.kernels.gpu_layers import put_on_gpu
 from talon.loading import fit_head, fit_tree, open_files
 from talon.operators import choose_operators
@@ -368,6 +369,8 @@ def test_published_medusa_files_load_with_every_tensor_in_its_place(tmp_path, pr
     assert "medusa_num_heads is 2 in config.json, the weights have 3" in capsys.readouterr().err
     file = read_checkpoint(folder / "talon.safetensors")
     assert file.config["heads"] == 3 and file.config["blocks"] == 2
+    with pytest.raises(ValueError, match="is Medusa heads; --export takes"):
+        export_head(file.path, tmp_path / "out")
     assert sum(spec.nbytes for spec in file.specs.values()) == sum(
         t.nbytes for t in tensors.values()
     )

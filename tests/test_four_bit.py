@@ -216,7 +216,7 @@ def test_biases_of_zeros_are_no_biases(tmp_path):
         ("awq", {"version": "gemv"}, ["version is 'gemv'", "gemm"]),
         ("awq", {"zero_point": False}, ["zero_point"]),
         ("ct", {"format": "float-quantized"}, ["format is 'float-quantized'", "pack-quantized"]),
-        ("ct", {"config_groups": {}}, ["config_groups"]),
+        ("ct", {"config_groups": {}}, ["config_groups is {}"]),
         ("ct", {"transform_config": {"rotation": {}}}, ["transform_config"]),
         ("gptq", {"quant_method": "bitsandbytes"}, ["bitsandbytes", "gptq, awq", "float16"]),
         ("gptq", {"quant_method": "fp8"}, ["fp8", "gptq, awq", "float16"]),

@@ -62,7 +62,7 @@ def read_packing(config: Settings) -> Packing:
         only(given, key, None, {})
     groups = given.section("config_groups")
     if len(groups.values) != 1:
-        groups.refuse("config_groups", f"a single group of layers; {ADVICE}")
+        given.refuse("config_groups", f"a single group of layers; {ADVICE}")
     group = groups.section(next(iter(groups.values)))
     only(group, "input_activations", None)
     weights = group.section("weights")

@@ -55,9 +55,11 @@ def export_head(path: Path | str, out: Path | str, layout: str = "eagle") -> str
 
 def check_expressible(checkpoint: Checkpoint, layout: str) -> DraftConfig:
     """The head's config; ValueError naming what the layout, or its readers, cannot express."""
-    if checkpoint.kind != "draft" or checkpoint.quantization:
-        what = "a target" if checkpoint.kind != "draft" else "a quantised head"
-        raise ValueError(f"{checkpoint.path} is {what}; --export takes an unquantised head")
+    medusa = checkpoint.config.get("family") == "medusa"
+    if checkpoint.kind != "draft" or checkpoint.quantization or medusa:
+        what = "Medusa heads" if medusa else "a quantised head"
+        what = "a target" if checkpoint.kind != "draft" else what
+        raise ValueError(f"{checkpoint.path} is {what}; --export takes an unquantised EAGLE head")
     c = DraftConfig.from_dict(checkpoint.config)
     if c.family == "eagle1":
         lacks = {flag: getattr(c, flag) for flag in ("qk_norm", "o_bias", "mlp_bias")}

@@ -37,6 +37,8 @@ from talon.loading import fit_head, fit_tree, open_files
 from talon.operators import choose_operators
 from talon.sampling import SamplingConfig
 from talon.text import load
+from talon.training.head import read_head, write_head
+from talon.training.losses import TrainingConfig
 from talon.trees import MEDUSA_PATHS, parse_tree
 from talon.tuning.choice import auto_tree, cache_path, forget_choices
 
@@ -403,6 +405,11 @@ def test_trees_that_medusa_cannot_fill_are_refused_and_the_preset_fits_its_heads
             fit_tree(parse_tree(tree), config)
 
 
+def write_head_of(path, model, own_output):
+    write_head(path, medusa_heads(model, own_output, heads=2), {})
+    return path
+
+
 def test_medusa_heads_are_trained_written_and_drafted_with(tmp_path):
     """On a target whose answers count in steps: what is learnt is guessed."""
     target = write_target(tmp_path / "target", tiny_target())
@@ -415,6 +422,11 @@ def test_medusa_heads_are_trained_written_and_drafted_with(tmp_path):
     assert log[0]["levels"] == 2
     first, last = ([e["cross_entropy"] for e in part] for part in (log[:3], log[-3:]))
     assert sum(map(sum, last)) < sum(map(sum, first))
+    model = tiny_target()
+    for unroll, own in ((3, False), (2, True)):
+        other = write_head_of(tmp_path / f"{own}.safetensors", model, own)
+        with pytest.raises(ValueError, match=f"holds 2 Medusa heads.* --unroll {unroll} that"):
+            read_head(other, model, TrainingConfig("medusa", unroll=unroll), None)
     engine = load(target, head, tree="chain:2", compile=False)
     assert "2 heads of 1 residual blocks" in engine.card["head"]
     plain = load(target, tree="none", compile=False)

@@ -128,6 +128,12 @@ def read_head(
         raise ValueError(f"{path} is an {c.family} head, not {config.head}: give --head {c.family}")
     if file.quantization:
         raise ValueError(f"{path} is quantised: give the head that it was made from")
+    if c.family == "medusa" and (c.own_output or c.heads != config.unroll):
+        own = ", with lm_heads of their own" if c.own_output else ""
+        raise ValueError(
+            f"{path} holds {c.heads} Medusa heads{own}, and --init takes --unroll {config.unroll} "
+            "that borrow the target's: give heads that this command trained"
+        )
     if ids is None or c.own_output:
         ids = torch.arange(c.draft_vocab_size)
         ids = ids + (file.tensor("d2t") if "d2t" in file.specs else 0)

@@ -244,6 +244,8 @@ def prepare(args: Namespace, files: Files, options: Options) -> Engine:
     )
     if card["head"]:
         note(f"{card['head']}, weights in {card['head_quantization'] or card['dtype']}")
+    elif files.head:
+        note(f"note: --tree {card['tree']} takes no head: --draft_checkpoint_path has no effect")
     filtered = args.top_k > 0 or args.top_p < 1
     if sampling.greedy and (filtered or args.seed or args.num_samples > 1):
         note(

@@ -436,6 +436,15 @@ def test_auto_measures_once_and_retune_measures_again(files, monkeypatch, capsys
     assert len(calls) == 3
 
 
+def test_a_head_that_the_tree_does_not_take_is_named(files, capsys):
+    for tree in ("none", "lookup:3"):
+        assert generate(files, "--tree", tree) == 0
+        said = f"--tree {tree} takes no head: --draft_checkpoint_path has no effect"
+        assert said in capsys.readouterr().err
+    assert generate(files, "--tree", "chain:1") == 0
+    assert "takes no head" not in capsys.readouterr().err
+
+
 def test_auto_decodes_plainly_and_says_so_where_drafting_loses(files, monkeypatch, capsys):
     fixed_choice(monkeypatch, "none")
     assert generate(files, "--check") == 0

@@ -11,6 +11,8 @@ from talon.cli import note
 from talon.kernels import cpu_kernels
 from talon.sampling import Picks
 
+tell_once = functools.cache(note)
+
 
 @functools.cache
 def has_cpu_operators() -> bool:
@@ -21,9 +23,6 @@ def has_cpu_operators() -> bool:
         note(f"note: {error}; torch's own operators are used, which are slower for a few rows")
         return False
     return True
-
-
-tell_once = functools.cache(note)
 
 
 def has_gpu_operators(device: torch.device, dtype: torch.dtype, head_dim: int = 0) -> bool:

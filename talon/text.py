@@ -233,7 +233,6 @@ def load_files(files: Files, options: Options) -> Engine:
     started = time.perf_counter()
     o, config = options, files.config
     context = fit_context(o.max_seq_length, config)
-    mode = (files.target.quantization or {}).get("mode")
     tree = fit_tree(o.tree, files.head_config, gpu_weights(files, o.device, o.dtype))
     available, processes = available_memory(o.device), files.target.processes
     if available is not None and o.device.type == "cpu":
@@ -259,7 +258,7 @@ def load_files(files: Files, options: Options) -> Engine:
         "device": device_name(o.device),
         "dtype": dtype_name(o.dtype),
         "world_size": processes,
-        "quantization": mode,
+        "quantization": (files.target.quantization or {}).get("mode"),
         "tree": tree.name,
         "head": head_card(head.config) if head else None,
         "head_quantization": head and head_mode(files, o.device, o.dtype, o.keep_head),

@@ -46,6 +46,8 @@ def compile_operators() -> None:
 @functools.cache
 def load_or_reason() -> int | str:
     """`load`, tried once in a process, which returns why the operators cannot be had."""
+    from torch import _dynamo  # noqa: F401  fails where torch has no cache: its own error
+
     try:
         compile_operators()
     except Exception as error:  # torch has many kinds, and some hold pages of a compiler's output

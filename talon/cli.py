@@ -35,10 +35,10 @@ def announce(text: str) -> None:
 
 
 class Help(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows defaults, but not that there is none, nor whether a switch is off."""
+    """Shows defaults, but not that there is none (or an empty one), nor whether a switch is off."""
 
     def _get_help_string(self, action: argparse.Action) -> str:
-        if action.default is None or isinstance(action.default, bool):
+        if action.default in (None, "", []) or isinstance(action.default, bool):
             return action.help or ""
         return super()._get_help_string(action)
 
@@ -63,8 +63,8 @@ def add_running_options(parser: Parser) -> Callable:
     group = parser.add_argument_group("running")
     add = group.add_argument
     trees = (
-        "auto, none, lookahead:W,N,G, lookup:K, or chain:K, static, medusa, "
-        "dynamic:nodes=N,levels=L,top_k=K, FILE.json, each of these also with +lookup:K"
+        "auto, none, lookahead:W,N,G, lookup:K, or with a head chain:K, static, medusa, "
+        "dynamic:nodes=N,levels=L,top_k=K, FILE.json, these also with +lookup:K"
     )
     add("--tree", default="auto", help=trees)
     add("--device", default="auto", help="auto, cpu or cuda")

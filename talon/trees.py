@@ -179,13 +179,13 @@ def lookahead_tree(width: int, size: int, guesses: int) -> Tree:
     name = f"lookahead:{width},{size},{guesses}"
     nodes = (width + guesses) * (size - 1)
     if not (width >= 1 and size >= 2 and 1 <= guesses and nodes <= 1024):
-        raise ValueError(f"tree {name}: give W and G of at least 1, N of at least 2, 1024 nodes")
+        raise ValueError(f"tree {name}: give W, G >= 1, N >= 2, (W + G) * (N - 1) <= 1024 nodes")
     return Tree(name, nodes, levels=0, top_k=0, beam=0, lookahead=(width, size, guesses))
 
 
 def parse_tree(text: str) -> Tree:
-    """The tree that `--tree TEXT` names: none, lookahead:W,N,G, lookup:K, or chain:K, static,
-    medusa, dynamic:nodes=,levels=,top_k=, FILE.json, each of these also with +lookup:K."""
+    """The tree that `--tree TEXT` names: none, lookahead:W,N,G, lookup:K, or with a head chain:K,
+    static, medusa, dynamic:nodes=,levels=,top_k=, FILE.json, these also with +lookup:K."""
     grown, _, count = text.partition("+lookup:")
     if is_length(count) and grown.partition(":")[0] not in ("auto", "none", "lookup", "lookahead"):
         return with_lookup(parse_tree(grown), int(count))
@@ -211,9 +211,9 @@ def parse_tree(text: str) -> Tree:
     shown = text if len(text) < 60 else f"{text[:60]}..."
     raise ValueError(
         f"tree {shown!r} is not known: give auto, none, lookahead:W,N,G such as lookahead:5,3,5, "
-        "lookup:K (1 to 64), or chain:K (1 to 64), "
-        "static, medusa, dynamic:nodes=60,levels=8,top_k=10, a FILE.json with a list of paths, "
-        "each of these also with +lookup:K"
+        "lookup:K (1 to 64), or with a head chain:K (1 to 64), static, medusa, "
+        "dynamic:nodes=60,levels=8,top_k=10, a FILE.json with a list of paths, "
+        "those of a head also with +lookup:K"
     )
 
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from model import attend
 from talon.kernels import cpu_kernels
-from talon.operators import choose_operators
+from talon.operators import choose_operators, has_cpu_operators
 
 ROOT = Path(__file__).resolve().parent.parent
 SIZES = [(576, 960), (1536, 576), (64, 48), (37, 19), (100, 65), (7, 3), (1, 1)]
@@ -243,3 +243,11 @@ t.test_extreme_integers_do_not_overflow()
     best = integer_results()
     assert level == "floats" or found.keys() == best.keys() != set()
     assert all(torch.equal(found[key], best[key]) for key in found)
+
+
+def test_a_level_that_is_none_is_refused_and_not_taken_for_a_missing_compiler(monkeypatch):
+    monkeypatch.setenv("TALON_CPU_LEVEL", "bogus")
+    choose = has_cpu_operators.__wrapped__
+    for ask in (choose, cpu_kernels.integer_route):
+        with pytest.raises(OSError, match="LEVEL 'bogus' is not known: unset it or give one of fl"):
+            ask()

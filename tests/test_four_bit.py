@@ -277,6 +277,16 @@ def test_tensors_that_do_not_fit_are_refused_by_name(tmp_path, capsys, kind, par
     refusal(capsys, path, *words)
 
 
+def test_a_layer_that_is_stored_twice_is_refused(tmp_path, capsys):
+    """Neither copy may win unseen."""
+
+    def add(tensors):
+        tensors[f"{LAYER}.weight"] = torch.zeros(96, 64)
+
+    path, _ = directory(tmp_path, "gptq", edit=add)
+    refusal(capsys, path, f"{LAYER}.weight beside {LAYER}.qweight")
+
+
 def test_inputs_that_were_sorted_are_refused_even_without_the_tensor_that_says_how(
     tmp_path, capsys
 ):

@@ -330,7 +330,9 @@ def test_a_tree_with_a_lookup_is_named_and_counted():
         "chain:2+", "chain:2+lookup:0", "chain:2+lookup:3+lookup:3", "chain:2 + lookup:3",
     )  # fmt: skip
     for text in wrong:
-        with pytest.raises(ValueError, match=r"is not known: give auto, .* with \+lookup:K"):
+        with pytest.raises(
+            ValueError, match=r"is not known: give auto, .* head also with \+lookup:K"
+        ):
             parse_tree(text)
     with pytest.raises(ValueError, match="needs a head"):
         fit_tree(parse_tree("chain:2+lookup:3"), None)

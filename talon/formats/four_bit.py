@@ -142,6 +142,9 @@ class PackedFolder(HFFolder):
                 f"{self.path}: {layer} has {inputs} inputs, no groups of {p.groupsize}"
             )
         self._check_extras(layer, torch.arange(inputs) // p.groupsize, [outputs, inputs])
+        twice = [f"{layer}.{part}" for part in PARTS if f"{layer}.{part}" in self.specs]
+        if twice:
+            raise ValueError(f"{self.path} holds {twice[0]} beside {layer}.{p.steps}: keep one")
         for part in PARTS:
             self.specs[f"{layer}.{part}"] = TensorSpec(torch.float32, (outputs, groups))
         self.specs[f"{layer}.weight"] = TensorSpec(torch.uint8, (outputs, inputs // 2))

@@ -9,7 +9,7 @@ import re
 from talon.drafters.medusa import MedusaConfig
 from talon.formats.hf_folder import Conversion, HFFolder, Output
 
-BLOCK = r"(?:medusa_head\.)?(\d+)\.(\d+)\.linear\.weight"
+BLOCK = r"(?:medusa_head\.)?([0-9]+)\.([0-9]+)\.linear\.weight"
 
 
 def is_medusa(folder: HFFolder) -> bool:
@@ -25,11 +25,20 @@ def plan_medusa(folder: HFFolder) -> Conversion:
         raise ValueError(f"{folder.path} holds tensors twice, with and without medusa_head.")
     found = [match for match in (re.fullmatch(BLOCK, name) for name in names) if match]
     heads, blocks = (1 + max(int(match[part]) for match in found) for part in (1, 2))
-    dim = folder.specs[names[found[0][0]]].shape[-1]
+    if heads * blocks > len(found):
+        raise ValueError(
+            f"{folder.path} names {heads} heads of {blocks} blocks, but has {len(found)} blocks: "
+            "download it again"
+        )
     lm_head = names.get(f"0.{blocks}.weight")
     if lm_head is None:
         raise ValueError(f"{folder.path} has no 0.{blocks}.weight, the first head's lm_head")
-    vocab = folder.specs[lm_head].shape[0]
+    shape = folder.specs[lm_head].shape
+    if len(shape) != 2:
+        raise ValueError(
+            f"{folder.path}: {lm_head} has shape {list(shape)}, not that of an lm_head"
+        )
+    vocab, dim = shape
     notes = []
     for key, count in (("medusa_num_heads", heads), ("medusa_num_layers", blocks)):
         stated = folder.config.integer(key, None)

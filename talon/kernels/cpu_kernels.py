@@ -27,7 +27,7 @@ MOST_ROWS = {torch.float32: 256, torch.bfloat16: 64}  # beyond that torch's libr
 MOST_INPUTS = 65793  # 255 * 128 * inputs must fit 32 bits
 
 
-def compile_operators() -> None:
+def compile_operators(level: str) -> None:
     """Compile the source, or take what an earlier run compiled."""
     from torch._inductor.codecache import CppCodeCache
     from torch._inductor.cpp_builder import is_gcc
@@ -35,21 +35,18 @@ def compile_operators() -> None:
     remove_broken_libraries()
     # What is kept on disk belongs to this kind of CPU: -march=native says nothing about it.
     cpu = hashlib.sha256(repr(sorted(torch.cpu.get_capabilities().items())).encode())
-    level = os.environ.get("TALON_CPU_LEVEL", "amx")
-    if level not in ROUTES:
-        raise ValueError(f"TALON_CPU_LEVEL {level!r} is not one of {', '.join(ROUTES)}")
     flags = (*FLAGS, *LESSER[ROUTES.index(level)].split(), *(GCC_FLAGS if is_gcc() else ()))
     flags = (f"-DTALON_CPU=0x{cpu.hexdigest()[:8]}", *flags)
     CppCodeCache.load(SOURCE.read_text("utf-8"), extra_flags=flags, needs_vec_isa=False)
 
 
 @functools.cache
-def load_or_reason() -> int | str:
+def load_or_reason(level: str) -> int | str:
     """`load`, tried once in a process, which returns why the operators cannot be had."""
     from torch import _dynamo  # noqa: F401  fails where torch has no cache: its own error
 
     try:
-        compile_operators()
+        compile_operators(level)
     except Exception as error:  # torch has many kinds, and some hold pages of a compiler's output
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         return next((x for x in lines if "error:" in x), lines[-1] if lines else repr(error))
@@ -63,7 +60,10 @@ def load_or_reason() -> int | str:
 
 def load() -> int:
     """Make the operators available, or ValueError. Returns the index in ROUTES of what they use."""
-    found = load_or_reason()
+    level, known = os.environ.get("TALON_CPU_LEVEL", "amx"), ", ".join(ROUTES)
+    if level not in ROUTES:  # no ValueError: it is no reason to do without operators
+        raise OSError(f"TALON_CPU_LEVEL {level!r} is not known: unset it or give one of {known}")
+    found = load_or_reason(level)
     if isinstance(found, str):
         raise ValueError(
             f"{SOURCE.name} cannot be compiled here ({found}): it needs a C++ compiler such as g++ "

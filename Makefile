@@ -62,7 +62,7 @@ lint: $(VENV)/dev.stamp
 	$(BIN)/ruff format --check .
 
 $(MODEL)/model.safetensors: scripts/get_demo_model.py | $(VENV)/demo.stamp
-	@echo "fetching SmolLM2-135M-Instruct (93 MB) ..."
+	@echo "fetching SmolLM2-135M-Instruct (98 MB) ..."
 	@$(QUIETLY) $(BIN)/python $<
 	@touch $@
 

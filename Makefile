@@ -17,7 +17,7 @@ TREES := none $(if $(HEAD),chain:2+lookup:3)
 PROMPT ?= Explain in three sentences why the sky is blue.
 
 FORMATS := talon/checkpoint.py $(wildcard talon/formats/*.py)
-QUANTISING := quantize.py talon/checkpoint.py talon/kernels/linear.py
+QUANTISING := quantize.py talon/checkpoint.py talon/kernels/linear.py $(wildcard talon/quantising/*.py)
 
 # Runs a command and shows what it says only if it fails.
 QUIETLY := sh -c 'log=$$(mktemp); "$$@" >"$$log" 2>&1; code=$$?; \

@@ -4,11 +4,12 @@
     python quantize.py --evaluate F [--against G]
 
 All linear layers are quantised, lm_head included; embeddings, norms and biases stay as they are. A
-tied lm_head is quantised on its own, next to the embedding table. For a target, a plan is made from
-the inputs that its layers have on a short text that ships with the project, one block in memory at
-a time. Then the file is written, one tensor in memory at a time; its metadata names each layer's
-mode. The modes, the stored form and the layers that run it are in talon/kernels/linear.py. Leaves
-out GPTQ and AWQ."""
+tied lm_head is quantised on its own, next to the embedding table. A target's int4 weights are
+rounded by GPTQ on a text, one block in memory at a time, and written as they come; int8 takes its
+smoothing from the first tokens of that text. The file's metadata names each layer's mode. The
+modes, the stored form and the layers that run it are in talon/kernels/linear.py, GPTQ in
+talon/quantising/gptq.py. Leaves out AWQ, and GPTQ for int8, which loses nothing that it could
+win back."""
 
 if __name__ == "__main__":  # what follows is imported, which takes seconds, and its main is run
     from talon.cli import start
@@ -17,18 +18,17 @@ if __name__ == "__main__":  # what follows is imported, which takes seconds, and
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from model import KVCache, ModelConfig, Place, Transformer, causal_mask, rope_table
 from talon.checkpoint import Checkpoint, TensorSpec, read_checkpoint
-from talon.cli import Parser, announce, check_output, note
+from talon.cli import Parser, announce, check_output
 from talon.kernels.linear import (
     GROUPSIZE,
     GROUPSIZES,
@@ -38,15 +38,12 @@ from talon.kernels.linear import (
     quantize_int8,
     round_rows,
 )
-from talon.loading import empty_module, fill, find_tokenizer
-from talon.operators import choose_operators
+from talon.loading import pick_device
 from talon.prompts import DATA
-from talon.tokenizer import Tokenizer, load_tokenizer
+from talon.quantising.blocks import EMBEDDING, Blocks, linears_of, read_windows, watch_linears
+from talon.quantising.gptq import Hessian, gptq_int4
+from talon.quantising.judging import judge
 from talon.writing import write_checkpoint
-
-WINDOW = 512  # tokens that calibration and evaluation read at once
-
-EMBEDDING = "tok_embeddings.weight"
 
 CPU = torch.device("cpu")
 
@@ -54,58 +51,7 @@ CPU = torch.device("cpu")
 # say) off by more on average, these layers stay in int8.
 MOST_ERROR = 0.0175
 
-
-# ---------------------------------------------------------------- a target, block by block
-
-Watch = Callable[[str, nn.Linear, Tensor], None]  # sees a layer's name, the layer and its inputs
-
-
-def read_ids(tokenizer: Tokenizer, name: str) -> list[int]:
-    """Token ids of a text that ships with the project."""
-    return tokenizer.encode((DATA / name).read_text(encoding="utf-8"))
-
-
-def load_output(checkpoint: Checkpoint) -> nn.Module:
-    """lm_head alone, quantised or not, in fp32."""
-    config = ModelConfig.from_dict(checkpoint.config)
-    part = nn.Sequential(empty_module(Transformer, config, checkpoint).output)
-    if "output.weight" in checkpoint.specs:
-        fill(part[0], checkpoint, CPU, torch.float32, "output.")
-    else:
-        embedding = checkpoint.tensor(EMBEDDING).float()
-        part[0].weight = nn.Parameter(embedding, requires_grad=False)
-    choose_operators(part, CPU, torch.float32)
-    return part[0]
-
-
-@torch.inference_mode()
-def run_blocks(checkpoint: Checkpoint, windows: list[Tensor], watch: Watch | None) -> list[Tensor]:
-    """States after the final norm [T, C] of each window of token ids, in fp32."""
-    c, size = ModelConfig.from_dict(checkpoint.config), max(map(len, windows))
-    model = empty_module(Transformer, c, checkpoint)
-    table = rope_table(size, c.head_dim, c.rope_theta, c.rope_scaling)
-    kv = KVCache(1, c.n_kv_head, size, c.head_dim, torch.float32).layer(0)
-    embedding = checkpoint.tensor(EMBEDDING)
-    states = [embedding[window].float() for window in windows]
-    for index, block in enumerate(tqdm(model.layers, "blocks", disable=None, leave=False)):
-        fill(block, checkpoint, CPU, torch.float32, f"layers.{index}.")
-        choose_operators(block, CPU, torch.float32)
-        watch_linears(block, f"layers.{index}.", watch)
-        for number, x in enumerate(states):
-            slots = torch.arange(len(x))
-            mask = causal_mask(torch.zeros(1, dtype=torch.int64), len(x), slots)
-            states[number] = block(x, Place(table[:, : len(x)], slots, mask), kv)
-        block.to("meta")  # its memory is free for the next one
-    fill(model.norm, checkpoint, CPU, torch.float32, "norm.")
-    return [model.norm(x) for x in states]
-
-
-def watch_linears(block: nn.Module, prefix: str, watch: Watch | None) -> None:
-    for name, module in block.named_modules() if watch else ():
-        if isinstance(module, nn.Linear):
-            module.register_forward_pre_hook(
-                lambda linear, inputs, layer=prefix + name: watch(layer, linear, inputs[0])
-            )
+TOKENS = 6144  # of the calibration text, at most
 
 
 # ---------------------------------------------------------------- plan: how each layer is quantised
@@ -114,7 +60,6 @@ def watch_linears(block: nn.Module, prefix: str, watch: Watch | None) -> None:
 class Plan(NamedTuple):
     mode: str
     smoothing: Tensor | None = None  # fp32 [in], int8 and int8-dynamic
-    importance: Tensor | None = None  # fp32 [in], int4: how much an error in each column matters
 
 
 def layers_of(checkpoint: Checkpoint) -> dict[str, str]:
@@ -134,10 +79,13 @@ def role_of(layer: str) -> str:
     return re.sub(r"^layers\.\d+\.", "", layer)
 
 
-def plan_layers(checkpoint: Checkpoint, mode: str) -> dict[str, Plan]:
-    """A plan for every linear, made from its inputs on a short text where the file is a target."""
+@torch.inference_mode()
+def plan_layers(
+    checkpoint: Checkpoint, mode: str, windows: list[Tensor], device: torch.device
+) -> dict[str, Plan]:
+    """A plan for every linear; for int8, of a target, made from its inputs on the first window."""
     plans = dict.fromkeys(layers_of(checkpoint), Plan(mode))
-    if checkpoint.kind != "target":
+    if mode == "int4" or not windows:
         return plans
     errors: dict[str, list[float]] = {}  # of int8-dynamic, by role
     in_int8: dict[str, Plan] = {}  # what a layer gets where int8-dynamic is too coarse for it
@@ -146,18 +94,16 @@ def plan_layers(checkpoint: Checkpoint, mode: str) -> dict[str, Plan]:
         check_finite(linear.weight, f"{layer}.weight", checkpoint.path)
         # The first token's activations are a class of their own, and only one row.
         inputs = check_finite(inputs[1:], f"the input of {layer}", checkpoint.path)
-        if mode == "int4":
-            plans[layer] = Plan(mode, importance=inputs.square().mean(0))
-            return
         plans[layer] = in_int8[layer] = Plan("int8", smooth(linear.weight, inputs, False)[0])
         if mode == "int8-dynamic":
             smoothing, error = smooth(linear.weight, inputs, True)
             plans[layer] = Plan(mode, smoothing)
             errors.setdefault(role_of(layer), []).append(error)
 
-    states = run_blocks(checkpoint, [calibration_ids(checkpoint)], watch)[0]
-    with torch.inference_mode():
-        watch("output", load_output(checkpoint), states)
+    blocks = Blocks(checkpoint, windows[:1], device)
+    for prefix, block in blocks.run("planning"):
+        watch_linears(linears_of(block, prefix), watch)
+    watch("output", blocks.output(), blocks.states[0])
     # By role, not by layer: blocks that are alike share one compilation.
     coarse = {role for role, each in errors.items() if sum(each) / len(each) > MOST_ERROR}
     return plans | {layer: plan for layer, plan in in_int8.items() if role_of(layer) in coarse}
@@ -187,17 +133,6 @@ def smooth(weight: Tensor, inputs: Tensor, dynamic: bool) -> tuple[Tensor, float
     return best, least
 
 
-def calibration_ids(checkpoint: Checkpoint) -> Tensor:
-    """Token ids of the calibration text, or ids from all over the vocabulary and a notice."""
-    config = ModelConfig.from_dict(checkpoint.config)
-    size = min(WINDOW, config.max_seq_length)
-    tokenizer = find_tokenizer(checkpoint.path.parent, config)
-    if tokenizer is not None:
-        return torch.tensor(read_ids(tokenizer, "calibration.txt")[:size])
-    note(f"note: no tokenizer next to {checkpoint.path}: calibrating with arbitrary ids, not text")
-    return torch.arange(size) * 7919 % config.vocab_size
-
-
 def check_finite(tensor: Tensor, name: str, path: Path) -> Tensor:
     if not tensor.isfinite().all():
         raise ValueError(
@@ -210,13 +145,41 @@ def check_finite(tensor: Tensor, name: str, path: Path) -> Tensor:
 
 
 def quantize_weight(weight: Tensor, plan: Plan, groupsize: int) -> dict[str, Tensor]:
-    """The stored tensors of one layer, by their short names."""
+    """The stored tensors of one layer by their short names, each weight rounded by itself."""
     if plan.mode == "int4":
         names = ("weight", "scales", "zeros")
-        return dict(zip(names, quantize_int4(weight, groupsize, plan.importance), strict=True))
-    smoothing = torch.ones(weight.shape[1]) if plan.smoothing is None else plan.smoothing
+        return dict(zip(names, quantize_int4(weight, groupsize), strict=True))
+    smoothing = torch.ones(weight.shape[1]) if plan.smoothing is None else plan.smoothing.cpu()
     steps, scales = quantize_int8(weight.float() * smoothing)
     return {"weight": steps, "scales": scales, "smoothing": smoothing}
+
+
+@torch.inference_mode()
+def calibrated_tensors(
+    checkpoint: Checkpoint, groupsize: int, windows: list[Tensor], device: torch.device
+) -> Iterator[tuple[str, Tensor]]:
+    """The int4 tensors of all linears, block by block, on the inputs that quantised blocks give."""
+    blocks = Blocks(checkpoint, windows, device)
+
+    def rounded(layers: dict[str, nn.Linear], run: Iterator) -> Iterator[tuple[str, Tensor]]:
+        hessians = {layer: Hessian(linear.in_features, device) for layer, linear in layers.items()}
+        hooks = watch_linears(layers, lambda layer, _, inputs: hessians[layer].add(inputs))
+        for _ in run:
+            pass
+        for hook in hooks:
+            hook.remove()
+        for layer, linear in layers.items():
+            check_finite(linear.weight, f"{layer}.weight", checkpoint.path)
+            check_finite(hessians[layer].sum, f"the input of {layer}", checkpoint.path)
+            *parts, values = gptq_int4(linear.weight, hessians.pop(layer), groupsize)
+            linear.weight = nn.Parameter(values.contiguous(), requires_grad=False)
+            names = (f"{layer}.weight", f"{layer}.scales", f"{layer}.zeros")
+            yield from zip(names, parts, strict=True)
+
+    for prefix, block in blocks.run("GPTQ"):
+        yield from rounded(linears_of(block, prefix), blocks.through(block))
+    output = blocks.output()
+    yield from rounded({"output": output}, (output(x) for x in blocks.states))
 
 
 def quantized_specs(
@@ -233,16 +196,17 @@ def quantized_specs(
     return specs
 
 
-def quantized_tensors(
-    checkpoint: Checkpoint, plans: dict[str, Plan], groupsize: int
+def rounded_tensors(
+    checkpoint: Checkpoint, plans: dict[str, Plan], groupsize: int, known: bool
 ) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of the quantised file, with a progress bar over the input's bytes."""
+    """Every tensor of the quantised file, with a progress bar over the input's bytes; those of the
+    linears only if they are not `known` already."""
     layers = {source: layer for layer, source in layers_of(checkpoint).items()}
     total = sum(spec.nbytes for spec in checkpoint.specs.values())
-    with tqdm(None, "quantising", total, unit="B", unit_scale=True, disable=None) as bar:
+    with tqdm(None, "writing", total, unit="B", unit_scale=True, disable=None) as bar:
         for name, tensor in checkpoint.tensors():
             layer = layers.get(name)
-            if layer is not None:
+            if layer is not None and not known:
                 check_finite(tensor, name, checkpoint.path)
                 parts = quantize_weight(tensor, plans[layer], groupsize)
                 yield from ((f"{layer}.{part}", value) for part, value in parts.items())
@@ -252,9 +216,15 @@ def quantized_tensors(
 
 
 def quantize_checkpoint(
-    path: Path, mode: str, groupsize: int = GROUPSIZE, out: Path | None = None
+    path: Path,
+    mode: str,
+    groupsize: int = GROUPSIZE,
+    out: Path | None = None,
+    text: Path | None = None,
+    device: torch.device = CPU,
 ) -> Path:
-    """Write the quantised form of a checkpoint and return its path.
+    """Write the quantised form of a checkpoint and return its path. text: to calibrate on, in place
+    of the one that ships with the project.
 
     Raises ValueError for what cannot be quantised; nothing is left behind then."""
     if mode not in LINEARS:
@@ -269,13 +239,20 @@ def quantize_checkpoint(
     suffix = f"int4_g{groupsize}" if mode == "int4" else mode
     out = out or checkpoint.path.with_name(f"{checkpoint.path.stem}_{suffix}.safetensors")
     check_output("--out", out, [checkpoint.path])
-    plans = plan_layers(checkpoint, mode)
+    windows = []
+    if checkpoint.kind == "target":
+        windows = read_windows(checkpoint, text or DATA / "calibration.txt", TOKENS)
+    plans = plan_layers(checkpoint, mode, windows, device)
+    calibrated = mode == "int4" and bool(windows)
+    tensors = rounded_tensors(checkpoint, plans, groupsize, known=calibrated)
+    if calibrated:
+        tensors = chain(calibrated_tensors(checkpoint, groupsize, windows, device), tensors)
     write_checkpoint(
         out,
         kind=checkpoint.kind,
         config=checkpoint.config,
         specs=quantized_specs(checkpoint, plans, groupsize),
-        tensors=quantized_tensors(checkpoint, plans, groupsize),
+        tensors=tensors,
         quantization={
             "mode": mode,
             "groupsize": groupsize if mode == "int4" else None,
@@ -301,20 +278,8 @@ def describe(before: Path, after: Path, mode: str) -> str:
 # ---------------------------------------------------------------- judge
 
 
-@torch.inference_mode()
-def predictions(checkpoint: Checkpoint, ids: list[int]) -> tuple[float, Tensor]:
-    """Perplexity of the ids, and the greedy choice int64 after each of them."""
-    windows, output = list(torch.tensor(ids).split(WINDOW)), load_output(checkpoint)
-    loss, choices = torch.zeros((), dtype=torch.float64), []
-    for window, states in zip(windows, run_blocks(checkpoint, windows, None), strict=True):
-        logits = torch.cat([output(some) for some in states.split(64)])
-        choices.append(logits.argmax(-1))
-        loss += F.cross_entropy(logits[:-1], window[1:], reduction="sum")
-    return float((loss / (len(ids) - len(windows))).exp()), torch.cat(choices)
-
-
-def evaluate(path: Path, against: Path | None) -> Iterator[str]:
-    """Lines: perplexity on the text that ships with the project, and greedy tokens kept."""
+def evaluate(path: Path, against: Path | None = None, text: Path | None = None) -> list[str]:
+    """Lines: perplexity on a text, KL divergence to the original, and greedy tokens kept."""
     checkpoint = read_checkpoint(path)
     original = read_checkpoint(against or checkpoint.path.with_name("talon.safetensors"))
     for each in (checkpoint, original):
@@ -326,13 +291,14 @@ def evaluate(path: Path, against: Path | None) -> Iterator[str]:
             f"{path} has a vocabulary of {sizes[0]} and {original.path} one of {sizes[1]}: "
             "give the file it was made from as --against"
         )
-    ids = read_ids(load_tokenizer(original.path.parent), "evaluation.txt")
-    before, expected = predictions(original, ids)
-    yield f"{original.path}: perplexity {before:.3f} on {len(ids)} tokens"
-    after, choices = predictions(checkpoint, ids)
-    same = (choices == expected).double().mean()
-    change = f"{after / before - 1:+.2%}"
-    yield f"{path}: perplexity {after:.3f} ({change}), greedy tokens equal {same:.2%}"
+    windows = read_windows(original, text or DATA / "evaluation.txt", 1 << 30)
+    found = judge(original, checkpoint, windows)
+    count = sum(map(len, windows))
+    return [
+        f"{original.path}: perplexity {found.before:.3f} on {count} tokens",
+        f"{path}: perplexity {found.after:.3f} ({found.after / found.before - 1:+.2%}), KL "
+        f"divergence {found.divergence:.4f}, greedy tokens equal {found.same:.2%}",
+    ]
 
 
 def main() -> int:
@@ -346,11 +312,14 @@ def main() -> int:
     add("--groupsize", type=int, help=sharing)
     add("--out", type=Path, help="the file to write; default: its name with _MODE, next to it")
     add("--against", type=Path, help="the original; default: talon.safetensors next to --evaluate")
+    add("--text", type=Path, help="to calibrate on, or to judge by; default: those that ship here")
+    add("--device", help="that quantises: auto (default), cpu or cuda; --evaluate is for the CPU")
     args = parser.parse_args()
     if args.evaluate is not None:
-        if args.mode or args.groupsize or args.out:
-            parser.error("--evaluate writes nothing: leave out --mode, --groupsize and --out")
-        for line in evaluate(args.evaluate, args.against):
+        if args.mode or args.groupsize or args.out or args.device:
+            given = "--mode, --groupsize, --out and --device"
+            parser.error(f"--evaluate writes nothing: leave out {given}")
+        for line in evaluate(args.evaluate, args.against, args.text):
             print(line, flush=True)
         return 0
     if args.against is not None:
@@ -360,6 +329,8 @@ def main() -> int:
     if args.groupsize is not None and args.mode in LINEARS and args.mode != "int4":
         parser.error(f"--groupsize belongs to int4, and the mode is {args.mode}: leave it out")
     groupsize = GROUPSIZE if args.groupsize is None else args.groupsize
-    out = quantize_checkpoint(args.checkpoint_path, args.mode, groupsize, args.out)
+    device = pick_device(args.device or "auto")
+    given = (args.checkpoint_path, args.mode, groupsize, args.out, args.text, device)
+    out = quantize_checkpoint(*given)
     announce(describe(args.checkpoint_path, out, args.mode))
     return 0

@@ -19,7 +19,7 @@ LEAVES = {
         "cli",
     )
 }
-SHELVES = {"tuning", "training", "measuring", "formats", "serving"}
+SHELVES = {"tuning", "training", "measuring", "formats", "serving", "quantising"}
 PATHS = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
     for pattern in ("*.py", "talon/**/*.py", "scripts/*.py")

@@ -45,17 +45,11 @@ def quantize_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
     return steps.round().clamp(-127, 127).to(torch.int8), scales.flatten()
 
 
-def quantize_int4(
-    weight: Tensor, groupsize: int, importance: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Packed uint8 [out, Ip/2], scales and zeros bf16 [out, Ip/groupsize].
-
-    importance: fp32 [in], how much a squared error in each column matters."""
+def quantize_int4(weight: Tensor, groupsize: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Packed uint8 [out, Ip/2], scales and zeros bf16 [out, Ip/groupsize]."""
     out, width = weight.shape
     padding = -width % groupsize
-    if importance is None:
-        importance = torch.ones(width, device=weight.device)
-    share = F.pad(importance, (0, padding)).view(1, -1, groupsize)
+    share = F.pad(torch.ones(width, device=weight.device), (0, padding)).view(1, -1, groupsize)
     size = max(1, (1 << 18) // (width + padding))  # parts that stay in a CPU's cache
     parts = [
         fit_groups(part.view(len(part), -1, groupsize), share)

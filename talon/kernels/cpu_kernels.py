@@ -28,7 +28,7 @@ MOST_INPUTS = 65793  # 255 * 128 * inputs must fit 32 bits
 
 
 def compile_operators(level: str) -> None:
-    """Compile the source, or take what an earlier run compiled."""
+    """Compile the source, or take what an earlier run compiled, which may be damaged."""
     from torch._inductor.codecache import CppCodeCache
     from torch._inductor.cpp_builder import is_gcc
 
@@ -38,6 +38,11 @@ def compile_operators(level: str) -> None:
     flags = (*FLAGS, *LESSER[ROUTES.index(level)].split(), *(GCC_FLAGS if is_gcc() else ()))
     flags = (f"-DTALON_CPU=0x{cpu.hexdigest()[:8]}", *flags)
     CppCodeCache.load(SOURCE.read_text("utf-8"), extra_flags=flags, needs_vec_isa=False)
+    for name in ("float_rows", "int8_rows", "int4_rows"):
+        library.register_fake(f"talon::{name}", lambda x, w, *_: x.new_empty(len(x), len(w)))
+    library.register_fake("talon::integer_rows", lambda x, w, s, *_: x.new_empty(len(x), len(s)))
+    library.register_fake("talon::grouped_rows", lambda x, w, *_: x.new_empty(len(x), 16 * len(w)))
+    library.register_fake("talon::attend", lambda q, *_: q.new_empty(len(q), q[0].numel()))
 
 
 @functools.cache
@@ -50,11 +55,6 @@ def load_or_reason(level: str) -> int | str:
     except Exception as error:  # torch has many kinds, and some hold pages of a compiler's output
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         return next((x for x in lines if "error:" in x), lines[-1] if lines else repr(error))
-    for name in ("float_rows", "int8_rows", "int4_rows"):
-        library.register_fake(f"talon::{name}", lambda x, w, *_: x.new_empty(len(x), len(w)))
-    library.register_fake("talon::integer_rows", lambda x, w, s, *_: x.new_empty(len(x), len(s)))
-    library.register_fake("talon::grouped_rows", lambda x, w, *_: x.new_empty(len(x), 16 * len(w)))
-    library.register_fake("talon::attend", lambda q, *_: q.new_empty(len(q), q[0].numel()))
     return torch.ops.talon.integer_level()
 
 

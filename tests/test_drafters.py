@@ -146,6 +146,7 @@ def test_a_text_that_is_left_or_whose_prompt_is_interrupted_harms_no_other(sourc
         prefill_chunk(*args)
 
     monkeypatch.setattr(decoder, "prefill_chunk", interrupted)
+    monkeypatch.setattr(decoder, "chunks", (64,))
     with pytest.raises(KeyboardInterrupt):
         decode(decoder, ids, 5, sampling)
     monkeypatch.undo()

@@ -291,7 +291,11 @@ def test_two_processes_share_the_work(target: Path, data_file: Path, tmp_path: P
 def test_a_sharded_target_teaches_the_same(target: Path, data_file: Path, tmp_path: Path) -> None:
     whole = train_on_two(target, data_file, tmp_path / "whole")
     sharded = train_on_two(target, data_file, tmp_path / "sharded", "--shard_target")
-    assert same_tensors(whole, sharded)
+    # Whole, it runs by Talon's operators, sharded by torch's: they round otherwise.
+    found = tensors(sharded)
+    for name, wanted in tensors(whole).items():
+        near = 1e-3 * float(wanted.abs().max()) if wanted.is_floating_point() else 0
+        assert torch.allclose(found[name], wanted, rtol=0, atol=near), name
 
 
 @HEADS

@@ -23,10 +23,8 @@ def forwards(
 ) -> Iterator[tuple[Tensor, list[Tensor]]]:
     """The model's forward over a whole text; on a GPU several, of as many rows as its operators
     take. table: fp32 [2, R, D], of RoPE."""
-    tokens, slots = (
-        torch.tensor(ids, device=table.device),
-        torch.arange(len(ids), device=table.device),
-    )
+    tokens = torch.tensor(ids, device=table.device)
+    slots = torch.arange(len(ids), device=table.device)
     for own in slots.split(CHUNKS["cuda"][-1] if tokens.is_cuda else len(ids)):
         place = model.place(table, own, own, At(own[:1], slots))
         yield model(tokens[own], place, cache, feature_layers)

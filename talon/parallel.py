@@ -24,7 +24,7 @@ from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor, library, nn
 
 from model import Attention, ModelConfig, Transformer
 from talon.checkpoint import Checkpoint, TensorSpec, open_safetensors
@@ -33,7 +33,7 @@ OUTPUTS = ("--json", "--profile", "--out")  # which the first process writes
 all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # as torch names it
 
 
-@torch.library.custom_op("talon::gather", mutates_args=())
+@library.custom_op("talon::gather", mutates_args=())
 def gather(x: Tensor, width: int) -> Tensor:
     """[T, width]: what all P processes hold in the columns x [T, K], those of the last ones behind
     what is there already where P * K > width (as `share` says)."""

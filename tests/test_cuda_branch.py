@@ -14,6 +14,7 @@ import pytest
 import torch
 from cuda_standin import Gpu, WrongUse
 from tiny import (
+    SAMPLINGS,
     TREES,
     cycle_table,
     decode,
@@ -36,11 +37,6 @@ from talon.trees import parse_tree
 
 gpu_plain.register()
 CONTEXT, HALF = 320, torch.float16
-SAMPLINGS = {
-    "greedy": SamplingConfig(),
-    "sample": SamplingConfig(1.0, seed=4),
-    "filter": SamplingConfig(0.8, top_k=20, top_p=0.9, seed=5),
-}
 LOOKUPS = ("lookup:3", "chain:5+lookup:3", "dynamic:nodes=8,levels=3,top_k=4+lookup:5")
 ALL_TREES = ("none", *TREES, *LOOKUPS)
 SMALL = "dynamic:nodes=8,levels=3,top_k=4"

@@ -13,6 +13,7 @@ from cuda_standin import Gpu
 from test_engine import NoWaiting
 from tiny import (
     GOLDEN,
+    SAMPLINGS,
     converted,
     cycle_table,
     decode,
@@ -43,11 +44,6 @@ from talon.trees import MEDUSA_PATHS, parse_tree
 from talon.tuning.choice import auto_tree, cache_path, forget_choices
 
 gpu_plain.register()
-SAMPLINGS = {
-    "greedy": SamplingConfig(),
-    "sample": SamplingConfig(1.0, seed=4),
-    "filter": SamplingConfig(0.8, top_k=20, top_p=0.9, seed=5),
-}
 CONTEXT = 320
 TABLE = (cycle_table(24, gap=3.0) + torch.linspace(0, 1, 24)).log_softmax(-1)
 

@@ -10,6 +10,7 @@ import torch
 from test_engine import NoWaiting
 from tiny import (
     GOLDEN,
+    SAMPLINGS,
     converted,
     cycle_table,
     decode,
@@ -28,12 +29,6 @@ from talon.loading import fit_tree
 from talon.sampling import Greedy, SamplingConfig
 from talon.text import load
 from talon.trees import NO_TREE, parse_tree
-
-SAMPLINGS = {
-    "greedy": SamplingConfig(),
-    "full": SamplingConfig(1.0, seed=4),
-    "filter": SamplingConfig(0.8, top_k=20, top_p=0.9, seed=5),
-}
 
 
 def continuation(text: list[int], count: int, rows: int = 32) -> list[int]:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hf_folders import hollow
 from safetensors.torch import load_file
-from tiny import GOLDEN, TREES, converted, decode, eager, random_head, random_model
+from tiny import GOLDEN, SAMPLINGS, TREES, converted, decode, eager, random_head, random_model
 from tiny_training import tiny_target, train, write_lines, write_target
 
 from convert_hf_checkpoint import convert, plan_target
@@ -18,7 +18,6 @@ from talon.checkpoint import read_checkpoint
 from talon.decoder import Decoder
 from talon.formats.hf_folder import HFFolder
 from talon.loading import load_head, load_target, open_files
-from talon.sampling import SamplingConfig
 from talon.text import load
 from talon.training.batched import BatchedDecoder
 from talon.trees import chain, dynamic_tree, parse_tree
@@ -197,11 +196,6 @@ def test_every_tensor_of_a_published_target_is_used(name, tmp_path):
 
 # ---------------------------------------------------------------- drafting
 
-SAMPLINGS = {
-    "greedy": SamplingConfig(),
-    "full": SamplingConfig(1.0, seed=4),
-    "filter": SamplingConfig(0.8, top_k=20, top_p=0.9, seed=5),
-}
 MODELS = {kind: random_model(**changes) for kind, changes in KINDS.items()}
 
 

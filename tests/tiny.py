@@ -21,6 +21,11 @@ TREES = (
     "dynamic:nodes=8,levels=3,top_k=4",
     "dynamic:nodes=60,levels=8,top_k=10",
 )
+SAMPLINGS = {
+    "greedy": SamplingConfig(),
+    "sample": SamplingConfig(1.0, seed=4),
+    "filter": SamplingConfig(0.8, top_k=20, top_p=0.9, seed=5),
+}
 
 
 @cache
